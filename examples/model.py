@@ -1,0 +1,245 @@
+"""A byte-level language model of gated-delta-net layers: plain PyTorch around one op of chunkwise."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import chunkwise
+import torch
+import torch.nn.functional as F
+from corpus import BOS, VOCABULARY
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model; `mixer` is a key of `MIXERS`."""
+
+    mixer: str = "gated_delta_rule"
+    layers: int = 2
+    width: int = 192
+    heads: int = 2  # of queries and keys
+    value_heads: int = 2
+    key_width: int = 64
+    value_width: int = 64
+    hidden: int = 512  # of the feed-forward layer
+    kernel: int = 4  # of the short convolution: a position sees itself and the three before it
+    ngrams: tuple[int, ...] = (2, 3, 4)  # hashed n-grams of the latest bytes that are embedded too
+    buckets: int = 8191  # rows of each n-gram table; prime, since the hash is a remainder
+    dropout: float = 0.1
+
+
+class Ragged:
+    """Where documents lie in a packed row, and how their history is put in front of each.
+
+    `padded` inserts `reach` rows before each document, so that a look back of up to `reach` positions
+    meets that document's own history and never its neighbour. Documents must not be empty.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, reach: int, device: torch.device) -> None:
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        documents = torch.arange(len(starts))
+        self.count, self.reach = len(starts), reach
+        self.cu_seqlens_cpu = cu_seqlens
+        self.cu_seqlens = cu_seqlens.to(device)
+        ahead = torch.repeat_interleave((documents + 1) * reach, ends - starts)
+        self.rows = (torch.arange(int(cu_seqlens[-1])) + ahead).to(device)  # [T] where each position lies
+        first = starts + documents * reach
+        self._history_rows = (first[:, None] + torch.arange(reach)).flatten().to(device)
+        last = ends + (documents + 1) * reach
+        self._latest_rows = (last[:, None] - reach + torch.arange(reach)).flatten().to(device)
+
+    def padded(self, x: Tensor, history: Tensor) -> Tensor:
+        """`x` [T, ...] with `history` [N, reach, ...] in front of each document: [T + N * reach, ...]."""
+        rows = x.new_empty(x.shape[0] + self.count * self.reach, *x.shape[1:])
+        rows = rows.index_copy(0, self._history_rows, history.to(x.dtype).flatten(0, 1))
+        return rows.index_copy(0, self.rows, x)
+
+    def latest(self, padded: Tensor) -> Tensor:
+        """The last `reach` rows of each document, [N, reach, ...]: the history of what follows it."""
+        return padded[self._latest_rows].unflatten(0, (self.count, self.reach))
+
+
+class MixerState(NamedTuple):
+    """What a mixer carries over a cut in a document."""
+
+    convolution: Tensor  # [N, kernel - 1, channels], activations' dtype
+    recurrent: Tensor  # [N, HV, K, V] fp32
+
+
+class ModelState(NamedTuple):
+    """What the model carries over a cut in a document, of N documents."""
+
+    history: Tensor  # [N, kernel - 1] int64, the latest symbols
+    mixers: tuple[MixerState, ...]
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution along each document, then SiLU."""
+
+    def __init__(self, channels: int, kernel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(channels, 1, kernel) / math.sqrt(kernel))
+
+    def forward(self, x: Tensor, ragged: Ragged, history: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`x` [T, C] and `history` [N, kernel - 1, C] (None: zeros) to the output [T, C] and the new history."""
+        if history is None:
+            history = x.new_zeros(ragged.count, ragged.reach, x.shape[1])
+        padded = ragged.padded(x, history)
+        mixed = F.conv1d(padded.mT[None], self.weight.to(x.dtype), groups=x.shape[1])[0].mT
+        return F.silu(mixed[ragged.rows - ragged.reach]), ragged.latest(padded)
+
+
+class GatedDeltaNet(nn.Module):
+    """Short convolution, gated delta rule, gated normalisation (Yang, Kautz and Hatamizadeh, 2025)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        keys, values = config.heads * config.key_width, config.value_heads * config.value_width
+        self.split = (keys, keys, values)
+        self.qkv = nn.Linear(config.width, sum(self.split), bias=False)
+        self.convolution = ShortConvolution(sum(self.split), config.kernel)
+        self.gates = nn.Linear(config.width, 2 * config.value_heads, bias=False)
+        # Decays exp(-A * dt) that differ per head: A from 1 to 16, dt around 0.01 to 0.1 at the start.
+        self.A_log = nn.Parameter(torch.linspace(1.0, 16.0, config.value_heads).log())
+        dt = torch.logspace(-2, -1, config.value_heads)
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        self.output_gate = nn.Linear(config.width, values, bias=False)
+        self.norm = nn.RMSNorm(config.value_width, eps=1e-6)
+        self.output = nn.Linear(values, config.width, bias=False)
+
+    def op_arguments(
+        self, x: Tensor, ragged: Ragged, state: MixerState | None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
+        """Tensors and options of the op for `x` [T, width], and the convolution's new history."""
+        mixed, history = self.convolution(self.qkv(x), ragged, state.convolution if state else None)
+        q, k, v = (part.unflatten(-1, (heads, -1))[None] for part, heads in self._heads(mixed))
+        step, beta = self.gates(x).float()[None].chunk(2, dim=-1)
+        g = -self.A_log.exp() * F.softplus(step + self.dt_bias)  # natural log of the decay, fp32, <= 0
+        options = {
+            "initial_state": state.recurrent if state else None,
+            "cu_seqlens": ragged.cu_seqlens,
+            "cu_seqlens_cpu": ragged.cu_seqlens_cpu,
+            "use_qk_l2norm_in_kernel": True,
+        }
+        return (q, k, v, g, beta.sigmoid()), options, history
+
+    def _heads(self, mixed: Tensor) -> list[tuple[Tensor, int]]:
+        counts = (self.config.heads, self.config.heads, self.config.value_heads)
+        return list(zip(mixed.split(self.split, dim=-1), counts, strict=True))
+
+    def forward(
+        self, x: Tensor, ragged: Ragged, state: MixerState | None, keep_state: bool
+    ) -> tuple[Tensor, MixerState | None]:
+        """Mixes `x` [T, width] along each document; the new state only if `keep_state`."""
+        tensors, options, history = self.op_arguments(x, ragged, state)
+        o, recurrent = chunkwise.chunk_gated_delta_rule(*tensors, output_final_state=keep_state, **options)
+        gate = F.silu(self.output_gate(x)).unflatten(-1, (self.config.value_heads, -1))
+        y = self.output((self.norm(o[0]) * gate).flatten(-2))
+        return y, MixerState(history, recurrent) if keep_state else None
+
+    def explain(self, x: Tensor, ragged: Ragged) -> Any:
+        """What `chunkwise.explain` says of this layer's call."""
+        tensors, options, _ = self.op_arguments(x, ragged, None)
+        return chunkwise.explain(chunkwise.chunk_gated_delta_rule, *tensors, **options)
+
+
+MIXERS: dict[str, type[nn.Module]] = {"gated_delta_rule": GatedDeltaNet}
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, width] to [T, width], position by position."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """A mixer and a feed-forward layer, each normalised in front and added to the stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.mixer = MIXERS[config.mixer](config)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, ragged: Ragged, state: MixerState | None, keep_state: bool
+    ) -> tuple[Tensor, MixerState | None]:
+        """[T, width] to [T, width] and the mixer's new state."""
+        mixed, state = self.mixer(self.mixer_norm(x), ragged, state, keep_state)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x))), state
+
+
+class NgramEmbedding(nn.Module):
+    """The sum of embeddings of the latest symbol and of the hashed n-grams that end in it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ngrams, self.buckets = config.ngrams, config.buckets
+        self.symbol = nn.Embedding(VOCABULARY, config.width)
+        self.tables = nn.ModuleList(nn.Embedding(config.buckets, config.width) for _ in config.ngrams)
+        for table in self.tables:
+            nn.init.normal_(table.weight, std=0.02)
+        nn.init.normal_(self.symbol.weight, std=0.5)
+
+    def forward(self, padded: Tensor, ragged: Ragged) -> Tensor:
+        """Symbols with their history, [T + N * reach] int64, to [T, width]."""
+        x = self.symbol(padded[ragged.rows])
+        for n, table in zip(self.ngrams, self.tables, strict=True):
+            code = sum(padded[ragged.rows - back] * VOCABULARY**back for back in range(n))
+            x = x + table(code % self.buckets)
+        return x
+
+
+class ByteModel(nn.Module):
+    """Logits of the next byte for packed documents, whole or continued from a state."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if max(config.ngrams, default=1) > config.kernel:
+            raise ValueError(f"ngrams reach {max(config.ngrams)} symbols, but the history holds {config.kernel}")
+        self.config = config
+        self.embedding = NgramEmbedding(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.head = nn.Linear(config.width, 256)
+        for block in self.blocks:  # each block starts as the identity
+            nn.init.zeros_(block.mixer.output.weight)
+            nn.init.zeros_(block.feed_forward.down.weight)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState | None = None, keep_state: bool = False
+    ) -> tuple[Tensor, ModelState | None]:
+        """Logits [1, T, 256] fp32 for `tokens` [1, T] int64, and the state if `keep_state`.
+
+        `cu_seqlens` [N + 1] int32 on the CPU; no document may be empty. `state` continues each document
+        where an earlier call left it; without one, documents start afresh.
+        """
+        ragged = Ragged(cu_seqlens, self.config.kernel - 1, tokens.device)
+        if state is None:
+            history = tokens.new_full((ragged.count, ragged.reach), BOS)
+            mixer_states: tuple[MixerState | None, ...] = (None,) * len(self.blocks)
+        else:
+            history, mixer_states = state
+        padded = ragged.padded(tokens[0], history)
+        x = self.dropout(self.embedding(padded, ragged))
+        kept: list[MixerState] = []
+        for block, mixer_state in zip(self.blocks, mixer_states, strict=True):
+            x, new_state = block(x, ragged, mixer_state, keep_state)
+            kept.append(new_state)
+        logits = self.head(self.norm(x)).float()[None]
+        return logits, ModelState(ragged.latest(padded), tuple(kept)) if keep_state else None

@@ -1,0 +1,50 @@
+"""Chunkwise linear attention and sink attention behind one op interface.
+
+Importing this package imports no backend, no op and initialises no CUDA; names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chunkwise.dispatcher.explain import Explanation, explain
+    from chunkwise.dispatcher.policy import prefer
+    from chunkwise.errors import ChunkwiseError, NoImplementationError
+    from chunkwise.ops import OPS
+    from chunkwise.ops.gated_delta_rule import chunk_gated_delta_rule
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "ChunkwiseError": "chunkwise.errors",
+    "Explanation": "chunkwise.dispatcher.explain",
+    "NoImplementationError": "chunkwise.errors",
+    "OPS": "chunkwise.ops",
+    "chunk_gated_delta_rule": "chunkwise.ops.gated_delta_rule",
+    "explain": "chunkwise.dispatcher.explain",
+    "prefer": "chunkwise.dispatcher.policy",
+}
+
+__all__ = [
+    "OPS",
+    "ChunkwiseError",
+    "Explanation",
+    "NoImplementationError",
+    "chunk_gated_delta_rule",
+    "explain",
+    "prefer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'chunkwise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Autograd: core owns it; backends give plain forward and backward functions."""

@@ -1,0 +1,72 @@
+"""Residual formats: what a forward saves for a backward, so that any pair that shares a format fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from chunkwise.protocol.axes import Axis
+
+
+class Residuals(NamedTuple):
+    """The tensors that a forward saved, by field name, and the format that they follow."""
+
+    format: str
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ResidualField:
+    """One tensor of a format: its axes, and its dtype or the argument whose dtype it takes."""
+
+    name: str
+    axes_text: str
+    dtype: str
+    meaning: str
+
+    def size_of(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The shape for given axis sizes."""
+        return tuple(sizes[axis.name] + axis.plus for axis in map(Axis.parse, self.axes_text.split()))
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualFormat:
+    """A named, versioned set of residuals.
+
+    Args:
+        name: ``gdn-wy64@1``; the version grows when a field changes its axes, dtype, log base or chunk.
+        policy: ``lean`` (the op's default: the backward recomputes what is cheap) or ``full``.
+        chunk_size: rows of a chunk, which the fields' axis ``C`` takes.
+        fields: the tensors, in the order in which they are saved.
+        sizes: adds the sizes that only this format has (chunk slots) to the call's axis sizes.
+    """
+
+    name: str
+    policy: str
+    chunk_size: int
+    fields: tuple[ResidualField, ...]
+    sizes: Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
+
+    def all_sizes(self, sizes: Mapping[str, Any], ragged: bool) -> Mapping[str, Any]:
+        """The call's axis sizes, C, and the sizes of this format's own axes."""
+        return {**sizes, "C": self.chunk_size, **self.sizes({**sizes, "C": self.chunk_size}, ragged)}
+
+    @cached_property
+    def field_names(self) -> tuple[str, ...]:
+        """The names of the fields, in order."""
+        return tuple(field.name for field in self.fields)
+
+    @cached_property
+    def field_set(self) -> frozenset[str]:
+        """The names of the fields, to compare with what a backend returned."""
+        return frozenset(self.field_names)
+
+
+def chunk_slots(sizes: Mapping[str, Any], ragged: bool) -> Mapping[str, Any]:
+    """Slots for one entry a chunk, bounded by shapes alone: B * ceil(T / C) dense, ceil(T / C) + N ragged."""
+    chunks = (sizes["T"] + sizes["C"] - 1) // sizes["C"]
+    return {"slots": chunks + sizes["N"] if ragged else sizes["B"] * chunks}

@@ -1,0 +1,1 @@
+"""The dispatcher: finds backends, chooses a route for each call, explains the choice."""

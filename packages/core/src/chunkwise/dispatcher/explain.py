@@ -1,0 +1,122 @@
+"""explain: the route that a call would take, and why each other implementation lost. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
+
+from chunkwise.dispatcher import policy, select
+from chunkwise.dispatcher.registry import registry
+from chunkwise.verifier.refusal import Refusal
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a call runs where it runs; ``str()`` gives the text.
+
+    Args:
+        selection: every candidate with its refusals, and the chosen pair.
+    """
+
+    selection: select.Selection
+
+    @property
+    def route(self) -> str | None:
+        """The chosen implementations and the residual format in words, or None."""
+        forward, backward = self.selection.forward, self.selection.backward
+        if forward is None:
+            return None
+        name = forward.implementation.name
+        if backward is None or self.selection.format is None:
+            return f"{name} (forward)"
+        other = backward.implementation.name
+        pair = f"{name} (forward and backward)" if other == name else f"{name} (forward) + {other} (backward)"
+        return f"{pair}, residuals {self.selection.format.name}"
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """The names of the chosen implementations."""
+        chosen = (self.selection.forward, self.selection.backward)
+        return tuple(dict.fromkeys(c.implementation.name for c in chosen if c is not None))
+
+    @cached_property
+    def _text(self) -> str:
+        request = self.selection.request
+        lines = [f"{request.declaration.name} {request.facts.describe()}"]
+        if request.forced is not None:
+            lines.append(f"forced: {request.source} {request.forced}")
+        lines.append(f"route: {self.route or 'none'}")
+        lines += self._losers()
+        lines += _backend_lines(request.declaration.name)
+        return "\n".join(lines)
+
+    def _losers(self) -> Iterator[str]:
+        for candidate in self.selection.candidates:
+            name = candidate.implementation.name
+            if name in self.implementations:
+                continue
+            reasons = [candidate.barred] if candidate.barred else []
+            reasons += [_reason(refusal) for refusal in candidate.verdict.refusals]
+            for reason in reasons or [self._outranked(candidate)]:
+                yield f"  {name}  {reason}"
+
+    def _outranked(self, candidate: select.Candidate) -> str:
+        residual_format = self.selection.format
+        if residual_format is not None and residual_format.name not in candidate.implementation.residuals:
+            return f"does not write or read {residual_format.name}; use prefer(residuals=...)"
+        if self.selection.forward is None:
+            return "lacks a partner for the other direction; install or allow a backend that has it"
+        winner, rank = self.implementations[0], candidate.implementation.rank
+        return f"possible, but rank {rank} is not the lowest; name it with backend= to run it before {winner}"
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _reason(refusal: Refusal) -> str:
+    return str(refusal)
+
+
+def _backend_lines(op: str) -> Iterator[str]:
+    yield "backends:"
+    for name, loaded in sorted(registry().loaded.items()):
+        count = sum(1 for i in loaded.implementations if i.op == op)
+        state = "usable" if loaded.usable else loaded.lacks()
+        yield f"  {name} {loaded.version}: {count} implementation{'' if count == 1 else 's'} of this op; {state}"
+    for name, failure in sorted(registry().failures.items()):
+        yield f"  {name}: {failure}"
+
+
+def explain(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Explanation:
+    """Say which route a call would take, and what stands against every other implementation.
+
+    Nothing is computed and nothing is compiled. ``print(chunkwise.explain(op, q, k, ...))`` shows the text.
+
+    Raises:
+        ValueError, TypeError: as the call itself would.
+    """
+    from chunkwise.autograd.bridge import needed_gradients
+    from chunkwise.protocol.op import Op, apply_prologue
+
+    if not isinstance(op, Op):
+        raise TypeError(
+            f"explain: expected an op of this library, got {op!r}; pass chunkwise.chunk_gated_delta_rule"
+        )
+    declaration = op.declaration
+    tensors, options, extras = declaration.bind(*args, **kwargs)
+    if extras is not None:
+        tensors = apply_prologue(declaration, tensors, extras)
+    request = select.request_of(
+        declaration, tensors, options, needed_gradients(declaration, tensors), policy.ACTIVE
+    )
+    return Explanation(select.select(request, select.choose_format(request)))
+
+
+def explain_facts(request: Any) -> Explanation:
+    """The same for facts alone, as the command line and tests against fake devices use it."""
+    return Explanation(select.select(request, select.choose_format(request)))

@@ -1,0 +1,56 @@
+"""Routes: the forward/backward pair that the dispatcher chose for the calls of one key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from chunkwise.autograd.residuals import ResidualFormat
+from chunkwise.dispatcher.canonical import CanonicalForm
+from chunkwise.protocol.declaration import Declaration
+from chunkwise.verifier.implementation import Implementation
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    """One part of a route: the function to call and the schedule that the verifier accepted."""
+
+    implementation: Implementation
+    schedule: Any
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What runs a call.
+
+    Args:
+        declaration: the op.
+        form: the conversions between the caller's call and the backend's.
+        forward, backward: the chosen pair; no backward where no gradient is needed.
+        format: the residual format that joins them.
+        needs: the arguments whose gradient may be asked for.
+        forced: whether the user named what runs; failures raise then.
+        check_values, check_offsets: what to hold the values against in every call.
+        device_index: the CUDA device to make current, or None.
+    """
+
+    declaration: Declaration
+    form: CanonicalForm
+    forward: Runner
+    backward: Runner | None
+    format: ResidualFormat | None
+    needs: frozenset[str]
+    forced: bool
+    check_values: bool
+    check_offsets: bool
+    device_index: int | None
+
+    def __str__(self) -> str:
+        forward = self.forward.implementation.name
+        if self.backward is None or self.format is None:
+            return f"{forward} (forward)"
+        backward = self.backward.implementation.name
+        parts = f"{forward} (forward and backward)" if backward == forward else f"{forward} + {backward}"
+        return f"{parts}, residuals {self.format.name}"

@@ -1,0 +1,89 @@
+"""Sums over segments of a chunk and the inverse of unit lower triangular matrices, batched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BASE = 16  # order of the diagonal blocks inverted by substitution
+
+
+def ones_lower(rows: int, like: Tensor, diagonal: int = 0) -> Tensor:
+    """`[rows, rows]` ones at and below `diagonal`, zeros above."""
+    return torch.ones(rows, rows, dtype=like.dtype, device=like.device).tril_(diagonal)
+
+
+def multiply_last(x: Tensor, matrix: Tensor) -> Tensor:
+    """`x @ matrix` as one product over all leading axes of a contiguous `x`."""
+    return (x.reshape(-1, x.shape[-1]) @ matrix).view(*x.shape[:-1], matrix.shape[-1])
+
+
+def prefix_sums(g: Tensor) -> tuple[Tensor, Tensor]:
+    """`sum_{j <= t} g_j` along the last axis, `[..., C]`, as the sum of two fp32 tensors `(high, low)`.
+
+    `high` is the sum rounded to fp32, `low` what rounding took away.
+    """
+    # Apple's GPUs have no fp64; there are few gates, so their sums take the way over the host.
+    wide = g.to("cpu", torch.float64) if g.device.type == "mps" else g.double()
+    # A product with ones, as cumsum on CUDA is not the same twice along the innermost axis.
+    sums = multiply_last(wide, ones_lower(g.shape[-1], wide).mT)
+    high = sums.float()
+    return high.to(g.device), (sums - high).float().to(g.device)
+
+
+def segment_sums(high: Tensor, low: Tensor) -> Tensor:
+    """`D[t, s] = sum_{s < j <= t} g_j`, zero for `s >= t`: prefix sums `[..., C]` -> `[..., C, C]`.
+
+    Right to an ulp of D: the difference of prefix sums in fp32 alone would keep the rounding errors of both.
+    """
+    sums = high.unsqueeze(-1) - high.unsqueeze(-2)
+    return sums.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2)).tril_()
+
+
+def segment_sums_backward(grad: Tensor) -> Tensor:
+    """`dg_j = sum_{t >= j} sum_{s < j} grad[t, s]`: the transpose of g -> D in `segment_sums`.
+
+    Only what belongs to j is added; nothing is added and taken away again.
+    """
+    rows = grad.shape[-1]
+    return multiply_last(grad, ones_lower(rows, grad, -1).mT).tril_().sum(-2)
+
+
+def unit_lower_inverse(a: Tensor) -> Tensor:
+    """`(I + tril(a, -1))^-1` for `[..., C, C]`, C at most 16 or 16 times a power of two.
+
+    Forward substitution in blocks of 16, then blocks are merged in pairs: as stable as substitution throughout,
+    which sums of powers of `a` are not when keys are nearly parallel. Only entries below the diagonal are read.
+    """
+    rows = a.shape[-1]
+    base = min(rows, _BASE)
+    flat = a.reshape(-1, rows, rows)
+    inverse = _substitute(_diagonal_blocks(flat, base))  # [batch, blocks, base, base]
+    while inverse.shape[1] > 1:
+        size = inverse.shape[-1]
+        upper, lower = inverse[:, 0::2], inverse[:, 1::2]
+        below = _diagonal_blocks(flat, 2 * size)[..., size:, :size]
+        merged = inverse.new_zeros(flat.shape[0], inverse.shape[1] // 2, 2 * size, 2 * size)
+        merged[..., :size, :size] = upper
+        merged[..., size:, size:] = lower
+        merged[..., size:, :size] = (lower @ (below @ upper)).neg_()
+        inverse = merged
+    return inverse.view_as(a)
+
+
+def _diagonal_blocks(a: Tensor, size: int) -> Tensor:
+    """`[batch, C, C]` -> view `[batch, C / size, size, size]`."""
+    blocks = a.shape[-1] // size
+    return a.unflatten(2, (blocks, size)).unflatten(1, (blocks, size)).diagonal(0, 1, 3).movedim(-1, 1)
+
+
+def _substitute(a: Tensor) -> Tensor:
+    """Row by row, with the batch innermost so that each step is one wide operation."""
+    size = a.shape[-1]
+    a = a.permute(2, 3, 0, 1).contiguous()  # [size, size, batch, blocks]
+    x = torch.zeros_like(a)
+    for i in range(size):
+        x[i, i] = 1.0
+        if i:
+            x[i, :i] = (a[i, :i, None] * x[:i, :i]).sum(0).neg_()
+    return x.permute(2, 3, 0, 1).contiguous()

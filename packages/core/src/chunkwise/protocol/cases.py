@@ -1,0 +1,42 @@
+"""Cases: the sizes, options and draws that an op's declaration names for parity tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op, described without tensors.
+
+    Args:
+        name: unique within the op.
+        sizes: axis name to size.
+        offsets: ``cu_seqlens`` of a ragged call, or None.
+        options: option name to value, where it is not the default.
+        draw: argument name to the name of the distribution it is drawn from, where not the op's usual one.
+        present: optional tensors that the call passes.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    offsets: tuple[int, ...] | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    draw: Mapping[str, str] = field(default_factory=dict)
+    present: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How far an output or gradient may be from the fp64 recurrence, as a multiple of the unavoidable loss."""
+
+    multiple: float = 4.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work that a call cannot avoid: floating-point operations and bytes through device memory."""
+
+    flops: float
+    bytes: float

@@ -1,0 +1,115 @@
+"""The op: one decorated reference function that says signature, axes, contracts, gradients, cases and cost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from chunkwise.autograd import bridge, graph
+from chunkwise.autograd.residuals import ResidualFormat
+from chunkwise.protocol.axes import Divides
+from chunkwise.protocol.cases import Budget, Case, Cost
+from chunkwise.protocol.contracts import Contract
+from chunkwise.protocol.declaration import Declaration, Offsets, Output, Prologue, Promises, declare
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_compiling = torch.compiler.is_compiling
+
+
+class Op(Generic[P, R]):
+    """What is computed. Calling it dispatches to a backend; ``reference`` is the oracle in the inputs' own dtype."""
+
+    def __init__(self, declaration: Declaration, reference: Callable[P, R]) -> None:
+        functools.update_wrapper(self, reference)
+        self.declaration = declaration
+        self.reference = reference
+        self._bind = declaration.bind
+        self._prologue = declaration.promises.prologue
+        self.__signature__ = declaration.signature
+        graph.define(declaration)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        tensors, options, extras = self._bind(*args, **kwargs)
+        if extras is not None:
+            tensors = apply_prologue(self.declaration, tensors, extras)
+        if _compiling():
+            return cast("R", graph.call(self.declaration, tensors, options))
+        return cast("R", bridge.call(self.declaration, tensors, options))
+
+    def __repr__(self) -> str:
+        return f"<chunkwise op {self.declaration.name}{self.declaration.signature}>"
+
+    def __reduce__(self) -> str:
+        return self.declaration.name
+
+
+def apply_prologue(
+    declaration: Declaration, tensors: tuple[Any, ...], extras: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Apply the model options that core owns, in front of the op."""
+    prologue = cast("Prologue", declaration.promises.prologue)
+    named = dict(zip(declaration.tensor_names, tensors))  # noqa: B905  # the tracer has no strict=
+    replaced = prologue.function(named, dict(zip(prologue.arguments, extras)))  # noqa: B905
+    return tuple([replaced.get(name, named[name]) for name in declaration.tensor_names])
+
+
+def op(
+    *,
+    outputs: tuple[Output, ...],
+    differentiable: tuple[str, ...],
+    formats: tuple[ResidualFormat, ...],
+    static_axes: tuple[str, ...],
+    cost: Callable[[Mapping[str, int], int], Cost],
+    constraints: tuple[Divides, ...] = (),
+    contracts: tuple[Contract, ...] = (),
+    states: tuple[str, ...] = (),
+    offsets: tuple[Offsets, ...] = (),
+    scale_axis: str = "K",
+    prologue: Prologue | None = None,
+    cases: tuple[Case, ...] = (),
+    benchmarks: tuple[Case, ...] = (),
+    budget: Budget | None = None,
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Declare an op. The decorated function's signature (jaxtyping) is the interface, its body the reference.
+
+    Args:
+        outputs: what it returns, in order.
+        differentiable: the arguments that have a gradient.
+        formats: the residual formats, the default first; at most two for each chunk size.
+        static_axes: axes that do not vary between the calls of one model; a trace may depend on them.
+        cost: axis sizes and bytes of an activation to the FLOPs and bytes that no implementation can avoid.
+        constraints: between axis sizes.
+        contracts: on values; checked under ``CHUNKWISE_CHECK=values`` only.
+        states: arguments and outputs that are states ``[..., K, V]`` (``[..., V, K]`` with ``state_v_first``).
+        offsets: ragged offsets and their host copies.
+        scale_axis: the axis whose size gives the default ``scale``, ``size ** -0.5``.
+        prologue: model options that core applies in front.
+        cases, benchmarks: shapes for parity tests and for the benchmark.
+        budget: the accuracy that every backend must reach.
+    """
+
+    def decorate(reference: Callable[P, R]) -> Op[P, R]:
+        promises = Promises(
+            outputs=outputs,
+            constraints=constraints,
+            contracts=contracts,
+            differentiable=differentiable,
+            states=states,
+            offsets=offsets,
+            formats=formats,
+            static_axes=static_axes,
+            scale_axis=scale_axis,
+            prologue=prologue,
+            cases=cases,
+            benchmarks=benchmarks,
+            cost=cost,
+            budget=budget or Budget(),
+        )
+        return Op(declare(reference, promises), reference)
+
+    return decorate

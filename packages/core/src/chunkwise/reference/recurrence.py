@@ -1,0 +1,145 @@
+"""Recurrences evaluated one token at a time, in the dtype of their inputs.
+
+In fp64 these are the oracle that every implementation is measured against. They use out-of-place operations
+only, so autograd differentiates them; they are slow by design.
+
+An op is one step function `(state, token) -> (state, o_t)`; `scan` runs it over dense or ragged sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = Callable[..., tuple[Tensor, Tensor]]
+"""`step(state, *token) -> (state, o_t)`: state `[n, HV, K, V]`, each token tensor `[n, ...]`, o_t `[n, HV, V]`."""
+
+Offsets = Tensor | Sequence[int]
+
+
+def sequence_bounds(batch: int, length: int, cu_seqlens: Offsets | None) -> tuple[list[int], list[int]]:
+    """First row in the flattened `[B * T]` rows, and number of tokens, of each sequence."""
+    if cu_seqlens is None:
+        return [b * length for b in range(batch)], [length] * batch
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs the sequences of one row: expected B = 1, got B = {batch}")
+    offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    lengths = [end - start for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    if offsets[0] != 0 or offsets[-1] > length or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens must start at 0, never decrease and end at or before T = {length}")
+    return offsets[:-1], lengths
+
+
+def scan(
+    step: Step, tokens: Sequence[Tensor], like: Tensor, state: Tensor, cu_seqlens: Offsets | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run `step` over every token of every sequence, all unfinished sequences at once.
+
+    Args:
+        step: the recurrence of one token.
+        tokens: what a step reads, each `[B, T, ...]`.
+        like: `[B, T, HV, V]`, the shape of the output.
+        state: the state each sequence starts from, `[N, ...]`.
+        cu_seqlens: offsets `[N + 1]` of ragged sequences, or None for one sequence in each row.
+
+    Returns:
+        The outputs `[B, T, HV, V]` (zero in rows of no sequence, which are never read), the last states `[N, ...]`.
+    """
+    batch, length = like.shape[:2]
+    starts, lengths = sequence_bounds(batch, length, cu_seqlens)
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])  # unfinished sequences stay a prefix
+    active, rows = _schedule([starts[n] for n in order], [lengths[n] for n in order])
+
+    index = torch.tensor(rows, dtype=torch.long, device=like.device)
+    steps = [x.flatten(0, 1).index_select(0, index).split(active) for x in tokens]
+    state = state.index_select(0, torch.tensor(order, dtype=torch.long, device=state.device))
+    finished: list[Tensor] = []
+    outputs = [like.flatten(0, 1)[:0]]  # keeps the graph and the dtype when there is no token at all
+    for count, *token in zip(active, *steps, strict=True):
+        if count < state.shape[0]:
+            finished.append(state[count:])
+            state = state[:count]
+        state, o = step(state, *token)
+        outputs.append(o)
+
+    finished.append(state)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    final = torch.cat(finished[::-1]).index_select(0, torch.tensor(back, dtype=torch.long, device=state.device))
+    blank = like.new_zeros(batch * length, *like.shape[2:])
+    return blank.index_copy(0, index, torch.cat(outputs)).view_as(like), final
+
+
+def _schedule(starts: list[int], lengths: list[int]) -> tuple[list[int], list[int]]:
+    """For lengths that fall: how many sequences have a t-th token, and the rows of those tokens, t by t."""
+    active: list[int] = []
+    rows: list[int] = []
+    count = len(lengths)
+    for t in range(lengths[0] if lengths else 0):
+        while lengths[count - 1] <= t:
+            count -= 1
+        active.append(count)
+        rows.extend(start + t for start in starts[:count])
+    return active, rows
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x * rsqrt(sum(x^2) + eps)` over the last axis."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def gated_delta_rule_step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q` for q, k `[n, HV, K]`, g, beta `[n, HV]`."""
+    state = state * g.exp()[..., None, None]
+    error = v - _read(state, k)
+    state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+    return state, _read(state, q)
+
+
+def _read(state: Tensor, key: Tensor) -> Tensor:
+    """`S^T key`: state `[n, HV, K, V]`, key `[n, HV, K]` -> `[n, HV, V]`."""
+    return (key.unsqueeze(-2) @ state).squeeze(-2)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Offsets | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule: `S <- exp(g_t) S + k_t (beta_t (v_t - exp(g_t) S^T k_t))^T`, `o_t = scale * S^T q_t`.
+
+    Shapes: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g (natural log) and beta `[B, T, HV]`, states `[N, HV, K, V]`;
+    value head h reads query head `h // (HV // H)`. Everything is computed in the widest dtype given.
+
+    Returns:
+        `(o, final_state)`, o shaped like v.
+
+    Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", equation 10.
+    """
+    given: list[Any] = [x for x in (q, k, v, g, beta, initial_state) if x is not None]
+    dtype = given[0].dtype
+    for x in given[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+
+    heads = v.shape[2]
+    q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
+    if initial_state is None:
+        sequences = len(sequence_bounds(*v.shape[:2], cu_seqlens)[0])
+        state = v.new_zeros(sequences, heads, k.shape[-1], v.shape[-1])
+    else:
+        state = initial_state.to(dtype)
+    return scan(gated_delta_rule_step, (q * scale, k, v, g, beta), v, state, cu_seqlens)

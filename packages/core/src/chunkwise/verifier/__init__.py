@@ -1,0 +1,1 @@
+"""The verifier: holds an implementation's rules against the facts and returns every refusal."""

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import numpy as np
-
 from corpus import BOS
 
 Context = tuple[int, ...]

@@ -1,14 +1,21 @@
 """A byte-level language model of gated-delta-net layers: plain PyTorch around one op of chunkwise."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import chunkwise
 import torch
-import torch.nn.functional as F
 from corpus import BOS, VOCABULARY
 from torch import Tensor, nn
+from torch.nn.functional import conv1d, silu, softplus
+
+import chunkwise
+
+
+def forward_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """bf16 autocast on a GPU, fp32 on a CPU. The op's dtypes are its arguments': autocast stops in front of it."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,10 @@ class Ragged:
 
     def latest(self, padded: Tensor) -> Tensor:
         """The last `reach` rows of each document, [N, reach, ...]: the history of what follows it."""
-        return padded[self._latest_rows].unflatten(0, (self.count, self.reach))
+        return padded.index_select(0, self._latest_rows).unflatten(0, (self.count, self.reach))
+
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
 
 
 class MixerState(NamedTuple):
@@ -86,8 +96,9 @@ class ShortConvolution(nn.Module):
         if history is None:
             history = x.new_zeros(ragged.count, ragged.reach, x.shape[1])
         padded = ragged.padded(x, history)
-        mixed = F.conv1d(padded.mT[None], self.weight.to(x.dtype), groups=x.shape[1])[0].mT
-        return F.silu(mixed[ragged.rows - ragged.reach]), ragged.latest(padded)
+        mixed = conv1d(padded.mT[None], self.weight.to(x.dtype), groups=x.shape[1])[0].mT
+        # The convolution has no rows for the first `reach` inputs, so its rows lie that much earlier.
+        return silu(mixed.index_select(0, ragged.rows - ragged.reach)), ragged.latest(padded)
 
 
 class GatedDeltaNet(nn.Module):
@@ -108,15 +119,16 @@ class GatedDeltaNet(nn.Module):
         self.output_gate = nn.Linear(config.width, values, bias=False)
         self.norm = nn.RMSNorm(config.value_width, eps=1e-6)
         self.output = nn.Linear(values, config.width, bias=False)
+        nn.init.zeros_(self.output.weight)  # at first the layer adds nothing
 
     def op_arguments(
         self, x: Tensor, ragged: Ragged, state: MixerState | None
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
+    ) -> tuple[Tensors, dict[str, Any], Tensor]:
         """Tensors and options of the op for `x` [T, width], and the convolution's new history."""
         mixed, history = self.convolution(self.qkv(x), ragged, state.convolution if state else None)
         q, k, v = (part.unflatten(-1, (heads, -1))[None] for part, heads in self._heads(mixed))
         step, beta = self.gates(x).float()[None].chunk(2, dim=-1)
-        g = -self.A_log.exp() * F.softplus(step + self.dt_bias)  # natural log of the decay, fp32, <= 0
+        g = -self.A_log.exp() * softplus(step + self.dt_bias)  # natural log of the decay, fp32, <= 0
         options = {
             "initial_state": state.recurrent if state else None,
             "cu_seqlens": ragged.cu_seqlens,
@@ -134,10 +146,11 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, MixerState | None]:
         """Mixes `x` [T, width] along each document; the new state only if `keep_state`."""
         tensors, options, history = self.op_arguments(x, ragged, state)
-        o, recurrent = chunkwise.chunk_gated_delta_rule(*tensors, output_final_state=keep_state, **options)
-        gate = F.silu(self.output_gate(x)).unflatten(-1, (self.config.value_heads, -1))
-        y = self.output((self.norm(o[0]) * gate).flatten(-2))
-        return y, MixerState(history, recurrent) if keep_state else None
+        options["output_final_state"] = keep_state
+        o, recurrent = chunkwise.chunk_gated_delta_rule(*tensors, **options)
+        gate = silu(self.output_gate(x)).unflatten(-1, (self.config.value_heads, -1))
+        y = self.output((self.norm(o[0].float()) * gate).flatten(-2))
+        return y, None if recurrent is None else MixerState(history, recurrent)
 
     def explain(self, x: Tensor, ragged: Ragged) -> Any:
         """What `chunkwise.explain` says of this layer's call."""
@@ -156,10 +169,11 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(config.width, config.hidden, bias=False)
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)
+        nn.init.zeros_(self.down.weight)  # at first the layer adds nothing
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, width] to [T, width], position by position."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -181,6 +195,10 @@ class Block(nn.Module):
         x = x + self.dropout(mixed)
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x))), state
 
+    def explain(self, x: Tensor, ragged: Ragged) -> Any:
+        """What `chunkwise.explain` says of the mixer's call."""
+        return self.mixer.explain(self.mixer_norm(x), ragged)
+
 
 class NgramEmbedding(nn.Module):
     """The sum of embeddings of the latest symbol and of the hashed n-grams that end in it."""
@@ -189,16 +207,17 @@ class NgramEmbedding(nn.Module):
         super().__init__()
         self.ngrams, self.buckets = config.ngrams, config.buckets
         self.symbol = nn.Embedding(VOCABULARY, config.width)
-        self.tables = nn.ModuleList(nn.Embedding(config.buckets, config.width) for _ in config.ngrams)
-        for table in self.tables:
+        tables = [nn.Embedding(config.buckets, config.width) for _ in config.ngrams]
+        for table in tables:
             nn.init.normal_(table.weight, std=0.02)
+        self.tables = nn.ModuleList(tables)
         nn.init.normal_(self.symbol.weight, std=0.5)
 
     def forward(self, padded: Tensor, ragged: Ragged) -> Tensor:
         """Symbols with their history, [T + N * reach] int64, to [T, width]."""
         x = self.symbol(padded[ragged.rows])
         for n, table in zip(self.ngrams, self.tables, strict=True):
-            code = sum(padded[ragged.rows - back] * VOCABULARY**back for back in range(n))
+            code = sum(padded[ragged.rows - back] * VOCABULARY**back for back in range(n))  # [T] int64
             x = x + table(code % self.buckets)
         return x
 
@@ -216,10 +235,8 @@ class ByteModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-6)
         self.head = nn.Linear(config.width, 256)
-        for block in self.blocks:  # each block starts as the identity
-            nn.init.zeros_(block.mixer.output.weight)
-            nn.init.zeros_(block.feed_forward.down.weight)
-        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.weight)  # at first all bytes are alike: 8 bits each
+        nn.init.zeros_(self.head.bias)
 
     def forward(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState | None = None, keep_state: bool = False
@@ -236,10 +253,20 @@ class ByteModel(nn.Module):
         else:
             history, mixer_states = state
         padded = ragged.padded(tokens[0], history)
-        x = self.dropout(self.embedding(padded, ragged))
         kept: list[MixerState] = []
-        for block, mixer_state in zip(self.blocks, mixer_states, strict=True):
-            x, new_state = block(x, ragged, mixer_state, keep_state)
-            kept.append(new_state)
-        logits = self.head(self.norm(x)).float()[None]
+        with forward_precision(tokens.device):
+            x = self.dropout(self.embedding(padded, ragged))
+            for block, mixer_state in zip(self.blocks, mixer_states, strict=True):
+                x, new_state = block(x, ragged, mixer_state, keep_state)
+                if new_state is not None:
+                    kept.append(new_state)
+            logits = self.head(self.norm(x)).float()[None]
         return logits, ModelState(ragged.latest(padded), tuple(kept)) if keep_state else None
+
+    def explain(self, tokens: Tensor, cu_seqlens: Tensor) -> Any:
+        """What `chunkwise.explain` says of the first layer's call for these documents."""
+        ragged = Ragged(cu_seqlens, self.config.kernel - 1, tokens.device)
+        history = tokens.new_full((ragged.count, ragged.reach), BOS)
+        with forward_precision(tokens.device):
+            x = self.embedding(ragged.padded(tokens[0], history), ragged)
+            return self.blocks[0].explain(x, ragged)

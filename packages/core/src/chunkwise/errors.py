@@ -104,9 +104,7 @@ def wrong_device(op: str, name: str, given: str, source: str, expected: str) -> 
 
 
 def host_tensor_expected(op: str, name: str, given: str) -> Exception:
-    return ArgumentValueError(
-        f"{op}: {name} is on {given}, but a copy in host memory is expected; call .cpu()"
-    )
+    return ArgumentValueError(f"{op}: {name} is on {given}, but a copy in host memory is expected; call .cpu()")
 
 
 def wrong_option(op: str, name: str, given: object, expected: str) -> Exception:
@@ -122,9 +120,7 @@ def ragged_needs_one_row(op: str, name: str, batch: int) -> Exception:
 
 
 def requires(op: str, name: str, needed: str) -> Exception:
-    return ArgumentValueError(
-        f"{op}: {name} was given without {needed}, and means nothing then; give both or none"
-    )
+    return ArgumentValueError(f"{op}: {name} was given without {needed}, and means nothing then; give both or none")
 
 
 def bad_offset(op: str, name: str, index: int, value: int, reason: str) -> Exception:
@@ -139,9 +135,7 @@ def offsets_differ(op: str, name: str, host: str, index: int, on_device: int, on
     )
 
 
-def value_outside_contract(
-    op: str, name: str, index: Sequence[int], value: float, contract: str
-) -> Exception:
+def value_outside_contract(op: str, name: str, index: Sequence[int], value: float, contract: str) -> Exception:
     return ArgumentValueError(f"{op}: {name}{list(index)} = {value:g}, but the contract is {contract}")
 
 
@@ -165,9 +159,7 @@ def double_backward_unsupported(op: str) -> Exception:
 # --- names and routes ------------------------------------------------------------------------------------
 
 
-def unknown_backend(
-    given: str, source: str, backends: Iterable[str], implementations: Iterable[str]
-) -> Exception:
+def unknown_backend(given: str, source: str, backends: Iterable[str], implementations: Iterable[str]) -> Exception:
     return UnknownNameError(
         f"{source} names {given!r}, which is neither a backend nor an implementation; known backends: "
         f"{_listing(backends)}; known implementations: {_listing(implementations)}"
@@ -175,9 +167,7 @@ def unknown_backend(
 
 
 def unknown_residuals(given: str, op: str, known: Iterable[str]) -> Exception:
-    return UnknownNameError(
-        f"{op}: residuals {given!r} is no residual format of it; known: {_listing(known)}"
-    )
+    return UnknownNameError(f"{op}: residuals {given!r} is no residual format of it; known: {_listing(known)}")
 
 
 def unknown_op(given: str, known: Iterable[str]) -> Exception:
@@ -215,6 +205,5 @@ def wrong_gradients(implementation: str, given: Iterable[str], needed: Iterable[
 
 def wrong_residuals(implementation: str, given: Iterable[str], expected: Iterable[str]) -> Exception:
     return BackendBug(
-        f"{implementation}: forward returned the residuals {_listing(given)}, but the format holds "
-        f"{_listing(expected)}"
+        f"{implementation}: forward returned the residuals {_listing(given)}, but the format holds {_listing(expected)}"
     )

@@ -82,8 +82,10 @@ def discover() -> tuple[Candidate, ...]:
         if path not in versions:
             versions[path] = _examine(path)
         outcome = versions[path]
-        known = isinstance(outcome, tuple)
-        found.append(Candidate(path, source, outcome if known else None, None if known else str(outcome)))
+        if isinstance(outcome, str):
+            found.append(Candidate(path, source, rejected=outcome))
+        else:
+            found.append(Candidate(path, source, version=outcome))
     return tuple(found)
 
 

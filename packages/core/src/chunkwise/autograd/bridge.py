@@ -71,9 +71,7 @@ def _call_unusual(declaration: Declaration, tensors: tuple[Any, ...], options: t
 
 def _find_route(declaration: Declaration, tensors: Sequence[Any], options: Sequence[Any]) -> Route | None:
     """The route of a new key, its kernels compiled; None for tensors without storage (``meta``)."""
-    request = select.request_of(
-        declaration, tensors, options, needed_gradients(declaration, tensors), policy.ACTIVE
-    )
+    request = select.request_of(declaration, tensors, options, needed_gradients(declaration, tensors), policy.ACTIVE)
     if request.facts.device.kind == "meta":
         return None
     while True:
@@ -141,8 +139,7 @@ def run_backward(
         raise errors.bad_backend(declaration.name, "a route without a backward was asked for gradients")
     outputs = declaration.promises.outputs
     canonical = tuple(
-        None if g is None else _gradient_in(route, output.name, g)
-        for output, g in zip(outputs, grads, strict=True)
+        None if g is None else _gradient_in(route, output.name, g) for output, g in zip(outputs, grads, strict=True)
     )
     saved = Residuals(residual_format.name, dict(zip(residual_format.field_names, residuals, strict=True)))
     found = _run(route, runner, route.form.inputs(tensors), saved, canonical, needs)

@@ -69,7 +69,8 @@ def _fixed(declaration: Declaration, tensors: Sequence[Any]) -> _Fixed:
         for spec, tensor in zip(declaration.tensors, tensors):  # noqa: B905
             names = [a.name for a in spec.axes]
             if tensor is not None and axis in names and not spec.optional:
-                sizes.append(int(tensor.shape[names.index(axis)]))
+                # The length of a range is a constant even where dynamic=True made the size a symbol; int() is not.
+                sizes.append(len(range(tensor.shape[names.index(axis)])))
                 break
     device = tensors[0].device
     dtypes = tuple([None if t is None else t.dtype for t in tensors])
@@ -213,9 +214,7 @@ def _forward_kernel(
     return (*(_or_empty(o, tensors[0]) for o in outputs), *residuals)
 
 
-def _backward_kernel(
-    declaration: Declaration, residual_format: ResidualFormat, *arguments: Any
-) -> tuple[Tensor, ...]:
+def _backward_kernel(declaration: Declaration, residual_format: ResidualFormat, *arguments: Any) -> tuple[Tensor, ...]:
     from chunkwise.autograd.bridge import run_backward
 
     outputs, fields = len(declaration.promises.outputs), len(residual_format.fields)
@@ -253,9 +252,7 @@ def _forward_fake(
     return tuple(results)
 
 
-def _backward_fake(
-    declaration: Declaration, residual_format: ResidualFormat, *arguments: Any
-) -> tuple[Tensor, ...]:
+def _backward_fake(declaration: Declaration, residual_format: ResidualFormat, *arguments: Any) -> tuple[Tensor, ...]:
     skip = len(declaration.promises.outputs) + len(residual_format.fields)
     tensors, _, needs, _, _ = _split(declaration, arguments[skip:])
     by_name = dict(zip(declaration.tensor_names, tensors, strict=True))

@@ -43,8 +43,7 @@ class CanonicalForm:
         self.conversions = tuple(
             (i, convert)
             for i, tensor in enumerate(tensors)
-            if tensor is not None
-            and (convert := self._conversion(declaration.tensor_names[i], tensor)) is not None
+            if tensor is not None and (convert := self._conversion(declaration.tensor_names[i], tensor)) is not None
         )
 
     def _conversion(self, name: str, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:

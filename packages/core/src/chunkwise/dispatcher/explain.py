@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 from chunkwise.dispatcher import policy, select
-from chunkwise.dispatcher.registry import registry
-from chunkwise.verifier.refusal import Refusal
+from chunkwise.dispatcher.registry import LoadedBackend, registry
+from chunkwise.dispatcher.route import in_words
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,12 +31,8 @@ class Explanation:
         forward, backward = self.selection.forward, self.selection.backward
         if forward is None:
             return None
-        name = forward.implementation.name
-        if backward is None or self.selection.format is None:
-            return f"{name} (forward)"
-        other = backward.implementation.name
-        pair = f"{name} (forward and backward)" if other == name else f"{name} (forward) + {other} (backward)"
-        return f"{pair}, residuals {self.selection.format.name}"
+        partner = None if backward is None else backward.implementation
+        return in_words(forward.implementation, partner, self.selection.format)
 
     @property
     def implementations(self) -> tuple[str, ...]:
@@ -52,7 +48,7 @@ class Explanation:
             lines.append(f"forced: {request.source} {request.forced}")
         lines.append(f"route: {self.route or 'none'}")
         lines += self._losers()
-        lines += _backend_lines(request.declaration.name)
+        lines += _backend_lines(request)
         return "\n".join(lines)
 
     def _losers(self) -> Iterator[str]:
@@ -61,7 +57,7 @@ class Explanation:
             if name in self.implementations:
                 continue
             reasons = [candidate.barred] if candidate.barred else []
-            reasons += [_reason(refusal) for refusal in candidate.verdict.refusals]
+            reasons += [str(refusal) for refusal in candidate.verdict.refusals]
             for reason in reasons or [self._outranked(candidate)]:
                 yield f"  {name}  {reason}"
 
@@ -78,15 +74,15 @@ class Explanation:
         return self._text
 
 
-def _reason(refusal: Refusal) -> str:
-    return str(refusal)
+def _state(loaded: LoadedBackend) -> str:
+    return "usable" if loaded.usable else loaded.lacks()
 
 
-def _backend_lines(op: str) -> Iterator[str]:
+def _backend_lines(request: select.Request) -> Iterator[str]:
     yield "backends:"
     for name, loaded in sorted(registry().loaded.items()):
-        count = sum(1 for i in loaded.implementations if i.op == op)
-        state = "usable" if loaded.usable else loaded.lacks()
+        count = sum(1 for i in loaded.implementations if i.op == request.declaration.name)
+        state = _state(loaded) if request.on_this_machine else "its needs were not asked, the device is not here"
         yield f"  {name} {loaded.version}: {count} implementation{'' if count == 1 else 's'} of this op; {state}"
     for name, failure in sorted(registry().failures.items()):
         yield f"  {name}: {failure}"
@@ -104,16 +100,12 @@ def explain(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Explanatio
     from chunkwise.protocol.op import Op, apply_prologue
 
     if not isinstance(op, Op):
-        raise TypeError(
-            f"explain: expected an op of this library, got {op!r}; pass chunkwise.chunk_gated_delta_rule"
-        )
+        raise TypeError(f"explain: expected an op of this library, got {op!r}; pass chunkwise.chunk_gated_delta_rule")
     declaration = op.declaration
     tensors, options, extras = declaration.bind(*args, **kwargs)
     if extras is not None:
         tensors = apply_prologue(declaration, tensors, extras)
-    request = select.request_of(
-        declaration, tensors, options, needed_gradients(declaration, tensors), policy.ACTIVE
-    )
+    request = select.request_of(declaration, tensors, options, needed_gradients(declaration, tensors), policy.ACTIVE)
     return Explanation(select.select(request, select.choose_format(request)))
 
 

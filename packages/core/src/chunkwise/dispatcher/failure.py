@@ -17,6 +17,7 @@ from chunkwise import errors
 from chunkwise.dispatcher.cache import ROUTES
 from chunkwise.dispatcher.registry import registry
 from chunkwise.dispatcher.route import Route
+from chunkwise.verifier.implementation import Implementation
 
 _quarantine: dict[str, BaseException] = {}
 _lock = threading.Lock()
@@ -71,14 +72,27 @@ def attempt(run: Callable[[Route, Sequence[Any]], Any], route: Route, tensors: S
 def prepare(route: Route, facts: Any) -> bool:
     """Compile a route's kernels, the backward's too, before anything is launched. False: try another route."""
     for implementation, schedule, parts in _compiles(route):
-        try:
-            implementation.function("compile")(schedule, facts, parts)
-        except Exception as cause:  # sorted right below: only compile failures are recovered from
-            if route.forced or not _is_compile_failure(implementation.backend, cause):
-                raise
-            quarantine(implementation.name, cause)
-            return False
+        cause = compile_kernels(implementation, schedule, facts, parts)
+        if cause is None:
+            continue
+        if route.forced:
+            raise cause
+        quarantine(implementation.name, cause)
+        return False
     return True
+
+
+def compile_kernels(
+    implementation: Implementation, schedule: Any, facts: Any, parts: Sequence[str]
+) -> Exception | None:
+    """Compile the kernels of an implementation's parts; returns the compile failure if there is one."""
+    try:
+        implementation.function("compile")(schedule, facts, parts)
+    except Exception as cause:  # sorted right here: only compile failures are recovered from
+        if not _is_compile_failure(implementation.backend, cause):
+            raise
+        return cause
+    return None
 
 
 def _compiles(route: Route) -> list[tuple[Any, Any, tuple[str, ...]]]:

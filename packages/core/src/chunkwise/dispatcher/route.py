@@ -48,9 +48,14 @@ class Route:
     device_index: int | None
 
     def __str__(self) -> str:
-        forward = self.forward.implementation.name
-        if self.backward is None or self.format is None:
-            return f"{forward} (forward)"
-        backward = self.backward.implementation.name
-        parts = f"{forward} (forward and backward)" if backward == forward else f"{forward} + {backward}"
-        return f"{parts}, residuals {self.format.name}"
+        backward = self.backward.implementation if self.backward else None
+        return in_words(self.forward.implementation, backward, self.format)
+
+
+def in_words(forward: Implementation, backward: Implementation | None, residual_format: ResidualFormat | None) -> str:
+    """A pair and the format that joins it, as explain and the log show them."""
+    if backward is None or residual_format is None:
+        return f"{forward.name} (forward)"
+    if backward is forward:
+        return f"{forward.name} (forward and backward), residuals {residual_format.name}"
+    return f"{forward.name} (forward) + {backward.name} (backward), residuals {residual_format.name}"

@@ -30,6 +30,7 @@ class Request:
         forced: the backend, implementation or ``forward+backward`` pair that the user named, or None.
         source: who named it, for messages.
         residuals: the format (or ``lean``, ``full``) that the user asked for, or None.
+        on_this_machine: False for a device that is only described: what backends need of a machine is not asked.
     """
 
     declaration: Declaration
@@ -37,6 +38,7 @@ class Request:
     forced: str | None
     source: str
     residuals: str | None
+    on_this_machine: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ def choose_format(request: Request) -> ResidualFormat | None:
     usable = [
         i
         for loaded, i in registry().implementations(declaration.name)
-        if loaded.usable and not failure.is_quarantined(i.name) and i.accepts_fixed(facts)
+        if (loaded.usable or not request.on_this_machine)
+        and not failure.is_quarantined(i.name)
+        and i.accepts_fixed(facts)
     ]
     for residual_format in formats:
         with_format = [i for i in usable if residual_format.name in i.residuals]
@@ -158,7 +162,7 @@ def judge_all(request: Request) -> tuple[Candidate, ...]:
 
 
 def _bar(request: Request, loaded: Any, implementation: Implementation) -> str | None:
-    if not loaded.usable:
+    if request.on_this_machine and not loaded.usable:
         return str(loaded.lacks())
     if failure.is_quarantined(implementation.name):
         return failure.quarantine_reason(implementation.name)
@@ -173,19 +177,13 @@ def select(request: Request, residual_format: ResidualFormat | None) -> Selectio
     candidates = judge_all(request)
     selection = Selection(request, residual_format, candidates)
     possible = [c for c in candidates if c.possible]
-    forwards = [
-        c for c in possible if c.implementation.forward and _named(request, c.implementation, "forward")
-    ]
+    forwards = [c for c in possible if c.implementation.forward and _named(request, c.implementation, "forward")]
     if residual_format is None:
         if not forwards:
             return selection
-        best = min(
-            _not_slower(request, forwards), key=lambda c: (c.implementation.rank, c.implementation.name)
-        )
+        best = min(_not_slower(request, forwards), key=lambda c: (c.implementation.rank, c.implementation.name))
         return dataclasses.replace(selection, forward=best)
-    backwards = [
-        c for c in possible if c.implementation.backward and _named(request, c.implementation, "backward")
-    ]
+    backwards = [c for c in possible if c.implementation.backward and _named(request, c.implementation, "backward")]
     fitting = _fitting(residual_format)
     forwards, backwards = list(filter(fitting, forwards)), list(filter(fitting, backwards))
     if not forwards or not backwards:
@@ -216,9 +214,7 @@ def _is_beaten(candidate: Candidate, rivals: Collection[str | None]) -> bool:
     return any(not r.kind.hard and r.against in rivals for r in candidate.verdict.refusals)
 
 
-def build_route(
-    selection: Selection, tensors: Sequence[Any], options: Sequence[Any], policy: Policy
-) -> Route:
+def build_route(selection: Selection, tensors: Sequence[Any], options: Sequence[Any], policy: Policy) -> Route:
     """The route of a selection that found a pair."""
     request, declaration = selection.request, selection.request.declaration
     if selection.forward is None:

@@ -1,9 +1,9 @@
 """Where chunks lie: one layout for dense and ragged sequences, built on the host from their lengths.
 
 Rows `[B, T]` are cut into chunks of `chunk_size` tokens from the first row of each sequence, and packed to
-`[chunks, H, rows, D]`. Chunks are ordered step by step: first the first chunk of every sequence, then the second
-chunk of those that have one, and so on, longest sequences first. The i-th step of a scan over chunks is then one
-slice of the packed tensors, and it concerns a prefix of the states.
+`[chunks, H, rows, D]`. Chunks are ordered step by step: first the first chunk of every sequence, then the
+second chunk of those that have one, and so on, longest sequences first. The i-th step of a scan over chunks is
+then one slice of the packed tensors, and it concerns a prefix of the states.
 
     layout    all chunks of a call
       table   sequences of similar length, whose states are carried together
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Sequences up to these lengths are packed apart from longer ones, so that padding stays below a factor of four.
+# Sequences up to these lengths are packed apart from longer ones: padding stays below a factor of four.
 _SHORT = (4, 16)
 
 
@@ -41,13 +41,6 @@ class ChunkGroup:
     def chunks(self) -> int:
         """Number of chunks in this group."""
         return self.tokens.shape[0]
-
-    def steps(self) -> Iterator[tuple[slice, int]]:
-        """For each step of a scan: the slice of its chunks, and how many sequences take part."""
-        start = 0
-        for count in self.active:
-            yield slice(start, start + count), count
-            start += count
 
     def pack(self, x: Tensor) -> Tensor:
         """`[B, T, H, D]` -> fp32 `[chunks, H, rows, D]`, or `[B, T, H]` -> `[chunks, H, rows]`."""
@@ -88,6 +81,8 @@ class ChunkLayout:
     slots: int
     """Bound on the number of chunks, from shapes alone: `B * ceil(T / C)`, ragged `ceil(T / C) + N`."""
     tables: tuple[ChunkTable, ...]
+    covers: bool
+    """Whether every row of `[B, T]` belongs to a sequence."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Tiling:
     device: torch.device
 
     def tables(self, starts: Tensor, lengths: Tensor) -> tuple[ChunkTable, ...]:
-        """Tables of the sequences that begin at `starts` of `[B * T]`, for each class of lengths that occurs."""
+        """Tables of the sequences at `starts` of `[B * T]`, for each class of lengths that occurs."""
         counts = self.counts(lengths)
         first_slots = counts.cumsum(0) - counts
         tables = []
@@ -151,7 +146,7 @@ def dense_layout(batch: int, length: int, tiling: Tiling) -> ChunkLayout:
     """One sequence of `length` tokens in each row of the batch."""
     starts = torch.arange(batch) * length
     lengths = torch.full((batch,), length)
-    return ChunkLayout(batch, int(tiling.counts(lengths).sum()), tiling.tables(starts, lengths))
+    return ChunkLayout(batch, int(tiling.counts(lengths).sum()), tiling.tables(starts, lengths), covers=True)
 
 
 def ragged_layout(length: int, cu_seqlens: Tensor, tiling: Tiling) -> ChunkLayout:
@@ -160,11 +155,12 @@ def ragged_layout(length: int, cu_seqlens: Tensor, tiling: Tiling) -> ChunkLayou
     offsets = cu_seqlens.to("cpu", torch.long).clamp(0, length)
     lengths = offsets.diff().clamp(min=0)
     slots = -(-length // tiling.chunk_size) + lengths.shape[0]
-    return ChunkLayout(lengths.shape[0], slots, tiling.tables(offsets[:-1], lengths))
+    covers = int(lengths.sum()) == length
+    return ChunkLayout(lengths.shape[0], slots, tiling.tables(offsets[:-1], lengths), covers)
 
 
 def _runs(active: list[int], limit: int) -> Iterator[tuple[slice, list[int]]]:
-    """Successive steps with at most `limit` chunks together (or one step): their chunks, and the steps' counts."""
+    """Successive steps of at most `limit` chunks together, or one step: their chunks, and their counts."""
     start = 0
     run: list[int] = []
     for count in active:
@@ -178,5 +174,5 @@ def _runs(active: list[int], limit: int) -> Iterator[tuple[slice, list[int]]]:
 
 
 def _packed_rows(longest: int) -> int:
-    """Up to 16 as they are; above, the next power of two, which the blockwise inverse halves down to 16."""
-    return longest if longest <= 16 else 1 << (longest - 1).bit_length()
+    """Up to 8 as they are; above, the next power of two, which the blockwise inverse halves down to 8."""
+    return longest if longest <= 8 else 1 << (longest - 1).bit_length()

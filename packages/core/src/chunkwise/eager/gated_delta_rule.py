@@ -3,8 +3,7 @@
 Inside a chunk, with `G_t` the sum of the gates up to row t, `D[t, s] = G_t - G_s`, and `S` the entry state:
 
     A[t, s] = beta_t exp(D[t, s]) k_t . k_s   (s < t)            P[t, s] = exp(D[t, s]) q_t . k_s   (s <= t)
-    u = (I + A)^-1 (beta v)                                      w = (I + A)^-1 (beta exp(G) k)
-    v_new = u - w S                                              o = scale (exp(G) q S + P v_new)
+    v_new = (I + A)^-1 (beta v - beta exp(G) k S)                o = scale (exp(G) q S + P v_new)
     S' = exp(G_C) S + sum_t exp(G_C - G_t) k_t v_new_t^T
 
 This is the WY form of a product of Householder-like factors: Yang et al.,
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from chunkwise.eager.chunks import ChunkGroup, ChunkLayout, Tiling, dense_layout, ragged_layout
 from chunkwise.eager.precision import exact_matmuls
-from chunkwise.eager.state_scan import scan_states, scan_states_backward
+from chunkwise.eager.state_scan import Transition, scan_states, scan_states_backward
 from chunkwise.eager.triangular import (
     multiply_last,
     ones_lower,
@@ -34,14 +33,15 @@ from chunkwise.eager.triangular import (
 LEAN = "gdn-wy64@1"
 """Residuals `g_cumsum` `[B, T, HV]` fp32 and `inverse` `[B, T, HV, 64]`, the rows of `(I + A)^-1`."""
 FULL = "gdn-states64@1"
-"""LEAN and `w` `[B, T, HV, K]`, `v_new` `[B, T, HV, V]`, `states` `[slots, HV, K, V]`: nothing is recomputed."""
+"""LEAN and `w = (I + A)^-1 (beta exp(G) k)` `[B, T, HV, K]`, `v_new` `[B, T, HV, V]`, and the entry state of
+every chunk, `states` `[slots, HV, K, V]`: no state has to be carried again."""
 
 _EPS = 1e-6  # of the L2 norm
 # exp is 0 in fp32 far above this; a gate of -inf (a reset) would give NaN in sums that multiply by zero.
 _LOWEST_GATE = -1e4
 
 # Elements of one temporary tensor: a core's cache holds a few; a GPU wants wide launches.
-_ELEMENTS_AT_ONCE = 1 << 16
+_ELEMENTS_AT_ONCE = 1 << 18
 _ELEMENTS_AT_ONCE_ON_GPU = 1 << 25
 
 
@@ -106,7 +106,6 @@ class _Saved(NamedTuple):
     """What the backward reads of the forward, packed and widened to fp32."""
 
     inverse: Tensor  # [chunks, HV, C, C]
-    w: Tensor  # [chunks, HV, C, K]
     v_new: Tensor  # [chunks, HV, C, V]
     states: Tensor  # [chunks, HV, K, V], the entry state of every chunk
 
@@ -120,11 +119,13 @@ def forward(
         final = _states_or_zeros(inputs, layout, inputs.initial_state)
         tensors = _residual_tensors(schedule, inputs, layout, save)
         rows = {name: x for name, x in tensors.items() if name != "states"}
-        rows["o"] = torch.zeros_like(inputs.v)
+        rows["o"] = inputs.v.new_empty(inputs.v.shape)
+        if not layout.covers:
+            rows["o"].zero_()
         for table in layout.tables:
             state = final.index_select(0, table.sequences)
             for group in table.groups:
-                found = _forward_group(group, inputs, state)
+                found = _forward_group(group, inputs, state, save == FULL)
                 found["inverse"] = _with_columns(found["inverse"], schedule.chunk_size)
                 for name, out in rows.items():
                     group.unpack(found[name], out)
@@ -134,9 +135,7 @@ def forward(
     return (rows["o"], final if inputs.output_final_state else None), tensors
 
 
-def _residual_tensors(
-    schedule: Schedule, inputs: Inputs, layout: ChunkLayout, save: str | None
-) -> dict[str, Tensor]:
+def _residual_tensors(schedule: Schedule, inputs: Inputs, layout: ChunkLayout, save: str | None) -> dict[str, Tensor]:
     """Zeros in the axes and dtypes of the format `save`."""
     if save is None:
         return {}
@@ -148,28 +147,36 @@ def _residual_tensors(
     }
     if save == FULL:
         tensors["w"] = v.new_zeros(*rows, key_width)
-        tensors["v_new"] = torch.zeros_like(v)
+        tensors["v_new"] = v.new_zeros(v.shape)
         tensors["states"] = v.new_zeros(layout.slots, v.shape[2], key_width, v.shape[3])
     return tensors
 
 
-def _forward_group(group: ChunkGroup, inputs: Inputs, state: Tensor) -> dict[str, Tensor]:
+def _forward_group(group: ChunkGroup, inputs: Inputs, state: Tensor, full: bool) -> dict[str, Tensor]:
     """Everything of one group, packed; `state` holds the states before it and receives those after it."""
     chunk = _pack(group, inputs)
     inverse = unit_lower_inverse(_times_pairs(chunk.decay, chunk.keys).mul_(chunk.beta.unsqueeze(-1)))
     saved = _solve(group, chunk, inverse, state)
-    attention = _times_pairs(chunk.decay, chunk.q @ chunk.k.mT)
+    attention = _multiply_pairs_(chunk.decay, chunk.q @ chunk.k.mT)  # the decay is not read again
     o = _scaled(chunk.q, chunk.from_start) @ saved.states
     o.flatten(0, 1).baddbmm_(attention.flatten(0, 1), saved.v_new.flatten(0, 1))
-    return {"o": o.mul_(chunk.scale), "g_cumsum": chunk.g_cumsum, **saved._asdict()}
+    found = {"o": o.mul_(chunk.scale), "g_cumsum": chunk.g_cumsum, **saved._asdict()}
+    if full:
+        found["w"] = inverse @ _scaled(chunk.k, chunk.beta * chunk.from_start)
+    return found
 
 
 def _solve(group: ChunkGroup, chunk: _Chunk, inverse: Tensor, state: Tensor) -> _Saved:
-    """From the inverse: w, and the scan of the states, which moves `state` in place."""
-    w = inverse @ _scaled(chunk.k, chunk.beta * chunk.from_start)
-    u = inverse @ (chunk.v * chunk.beta.unsqueeze(-1))
-    v_new, states = scan_states(group, u, w, _scaled(chunk.k, chunk.to_end), chunk.whole, state)
-    return _Saved(inverse, w, v_new, states)
+    """From the inverse: the scan of the states, which moves `state` in place."""
+    rhs = chunk.v * chunk.beta.unsqueeze(-1)
+    v_new, states = scan_states(group, _transition(chunk, inverse), rhs, state)
+    return _Saved(inverse, v_new, states)
+
+
+def _transition(chunk: _Chunk, inverse: Tensor) -> Transition:
+    """How the chunks move the state."""
+    key_in = _scaled(chunk.k, chunk.beta * chunk.from_start)
+    return Transition(inverse, key_in, _scaled(chunk.k, chunk.to_end), chunk.whole)
 
 
 def backward(
@@ -179,13 +186,14 @@ def backward(
     grads: tuple[Tensor | None, Tensor | None],
     needs: frozenset[str],
 ) -> dict[str, Tensor]:
-    """Compute the gradients named in `needs` from `grads = (d_o, d_final_state)`, either of which may be None."""
+    """Compute the gradients named in `needs` from `grads = (d_o, d_final_state)`; either may be None."""
     d_o, d_final = grads
     with exact_matmuls(inputs.v.device):
         layout = _layout(schedule, inputs)
         states = _states_or_zeros(inputs, layout, inputs.initial_state)
         d_states = _states_or_zeros(inputs, layout, d_final)
-        rows = {name: torch.zeros_like(getattr(inputs, name)) for name in needs - {"initial_state"}}
+        rows = {name: getattr(inputs, name) for name in needs - {"initial_state"}}
+        rows = {name: x.new_zeros(x.shape) for name, x in rows.items()}
         for table in layout.tables:
             state = states.index_select(0, table.sequences)
             d_state = d_states.index_select(0, table.sequences)
@@ -194,7 +202,8 @@ def backward(
                 chunk = _pack(group, inputs)
                 known.append((chunk, _recover(group, chunk, residuals, state)))
             for group in reversed(table.groups):
-                found = _backward_group(group, *known.pop(), None if d_o is None else group.pack(d_o), d_state)
+                d_packed = None if d_o is None else group.pack(d_o)
+                found = _backward_group(group, *known.pop(), d_packed, d_state)
                 for name, out in rows.items():
                     group.unpack(found[name], out)
             d_states.index_copy_(0, table.sequences, d_state)
@@ -204,22 +213,13 @@ def backward(
 def _backward_group(
     group: ChunkGroup, chunk: _Chunk, saved: _Saved, d_o: Tensor | None, d_state: Tensor
 ) -> dict[str, Tensor]:
-    """Packed gradients of one group; `d_state` is of the states after it and becomes that of those before it."""
+    """Packed gradients of one group; `d_state`, of the states after it, becomes that of those before it."""
     d_o = torch.zeros_like(chunk.v) if d_o is None else d_o.mul_(chunk.scale)
     scores = chunk.q @ chunk.k.mT  # [chunks, H, C, C]
-    d_v_new, d_exit = scan_states_backward(
-        group,
-        _times_pairs(chunk.decay, scores).mT @ d_o,
-        d_state,
-        w=saved.w,
-        key=_scaled(chunk.k, chunk.to_end),
-        decay=chunk.whole,
-        query=_scaled(chunk.q, chunk.from_start),
-        d_o=d_o,
-    )
-
-    # v_new = (I + A)^-1 rhs with rhs = beta (v - exp(G) S^T k), hence d A = -d_rhs v_new^T.
-    d_rhs = saved.inverse.mT @ d_v_new
+    d_v_new = _times_pairs(chunk.decay, scores).mT @ d_o
+    query = _scaled(chunk.q, chunk.from_start)
+    d_rhs, d_exit = scan_states_backward(group, _transition(chunk, saved.inverse), d_v_new, d_state, query, d_o)
+    # v_new = (I + A)^-1 rhs with rhs = beta (v - exp(G) k S), hence d A = -d_rhs v_new^T.
     grads = _pair_gradients(chunk, scores, saved.v_new, d_o, d_rhs)
     _add_state_gradients(grads, chunk, saved, (d_o, d_rhs, d_exit))
     grads["v"] = d_rhs * chunk.beta.unsqueeze(-1)
@@ -232,18 +232,14 @@ def _backward_group(
 
 def _recover(group: ChunkGroup, chunk: _Chunk, residuals: Residuals, state: Tensor) -> _Saved:
     """Read the residuals of a group; from a lean format, carry `state` through it once more."""
-    # g_cumsum is not read: decays inside the chunk need more digits of it than fp32 has.
+    # Two tensors are left alone: decays inside a chunk need more digits of g_cumsum than fp32 has, and w, which
+    # strong decay takes below the least fp16, is not needed.
     tensors = residuals.tensors
     inverse = _with_columns(group.pack(tensors["inverse"]), group.rows)
     if residuals.format != FULL:
         return _solve(group, chunk, inverse, state)
-    if tensors["w"].dtype == torch.float16:
-        # Under strong decay w falls below 6e-8, the least that fp16 holds.
-        w = inverse @ _scaled(chunk.k, chunk.beta * chunk.from_start)
-    else:
-        w = group.pack(tensors["w"])
     states = tensors["states"].index_select(0, group.slots).float()
-    return _Saved(inverse, w, group.pack(tensors["v_new"]), states)
+    return _Saved(inverse, group.pack(tensors["v_new"]), states)
 
 
 def _pair_gradients(chunk: _Chunk, scores: Tensor, v_new: Tensor, d_o: Tensor, d_rhs: Tensor) -> dict[str, Tensor]:
@@ -318,6 +314,8 @@ def _pack(group: ChunkGroup, inputs: Inputs) -> _Chunk:
         q, k = q * q_norm, k * k_norm
     high, low = prefix_sums(group.pack(inputs.g).clamp_(min=_LOWEST_GATE))
     sums = segment_sums(high, low)
+    # The exponential of a large sum needs the digits that rounding it to fp32 took away.
+    from_start = high.exp().mul_(low.exp())
     return _Chunk(
         q=q,
         k=k,
@@ -326,10 +324,10 @@ def _pack(group: ChunkGroup, inputs: Inputs) -> _Chunk:
         q_norm=q_norm,
         k_norm=k_norm,
         g_cumsum=high,
-        from_start=high.exp(),
+        from_start=from_start,
         to_end=sums[..., -1, :].exp(),
-        whole=high[..., -1].exp(),
-        decay=sums.exp_().tril_(),
+        whole=from_start[..., -1],
+        decay=sums.exp_().tril_(),  # inf above the diagonal is overwritten, not multiplied
         keys=k @ k.mT,
         scale=inputs.scale,
     )
@@ -349,7 +347,14 @@ def _times_pairs(weights: Tensor, pairs: Tensor) -> Tensor:
     """`[chunks, HV, C, C] * [chunks, H, C, C]`, value head h with key head `h // (HV // H)`."""
     if weights.shape[1] == pairs.shape[1]:
         return weights * pairs
-    return (weights.unflatten(1, (pairs.shape[1], -1)) * pairs.unsqueeze(2)).flatten(1, 2)
+    grouped: Tensor = weights.unflatten(1, (pairs.shape[1], -1)) * pairs.unsqueeze(2)
+    return grouped.flatten(1, 2)
+
+
+def _multiply_pairs_(weights: Tensor, pairs: Tensor) -> Tensor:
+    """The same in the memory of `weights`."""
+    weights.unflatten(1, (pairs.shape[1], -1)).mul_(pairs.unsqueeze(2))
+    return weights
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:

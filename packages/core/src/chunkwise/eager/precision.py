@@ -41,7 +41,7 @@ class _MatmulSwitch:
 
 
 _SWITCHES = {
-    "cpu": _MatmulSwitch(torch.backends.mkldnn.matmul),
+    "cpu": _MatmulSwitch(torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]  # its stubs lack it
     "cuda": _MatmulSwitch(torch.backends.cuda.matmul),
 }
 

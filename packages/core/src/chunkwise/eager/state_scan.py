@@ -1,79 +1,91 @@
-"""The scan of states over chunks, forward and backward, for rules of delta form with a scalar decay.
+"""The scan of states over chunks, forward and backward, for delta rules with a scalar decay.
 
 For one chunk with entry state `S` `[K, V]`, all rows at once:
 
-    v_new = u - w S            S' = decay S + key^T v_new
+    v_new = inverse (rhs - key_in S)            S' = decay S + key_out^T v_new
 
-Both functions walk the steps of a group of chunks; each step is a few batched products over the sequences that
-still have a chunk, and all heads.
+Both functions walk the steps of a group of chunks; each step is a few batched products over the sequences
+that still have a chunk, and all heads. States are carried in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from chunkwise.eager.chunks import ChunkGroup
 
 
-def scan_states(
-    group: ChunkGroup, u: Tensor, w: Tensor, key: Tensor, decay: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+class Transition(NamedTuple):
+    """How chunks move the state."""
+
+    inverse: Tensor  # [chunks, HV, C, C]
+    key_in: Tensor  # [chunks, HV, C, K]
+    key_out: Tensor  # [chunks, HV, C, K]
+    decay: Tensor  # [chunks, HV], the factor of the state over a chunk
+
+
+def scan_states(group: ChunkGroup, transition: Transition, rhs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Carry the states through the chunks of a group.
 
     Args:
-        u: `[chunks, HV, C, V]`; becomes `v_new`.
-        w, key: `[chunks, HV, C, K]`.
-        decay: `[chunks, HV]`, the factor of the state over the chunk.
-        state: `[n, HV, K, V]` of the table's sequences; becomes the states after the group.
+        group: the chunks.
+        transition: their factors.
+        rhs: `[chunks, HV, C, V]`; overwritten.
+        state: `[n, HV, K, V]` of the table's sequences before the group; becomes that after it.
 
     Returns:
-        `(v_new, states)`: u, and the entry state of every chunk `[chunks, HV, K, V]`.
+        `(v_new, states)`: `[chunks, HV, C, V]`, and the entry state of every chunk `[chunks, HV, K, V]`.
     """
+    v_new = torch.empty_like(rhs)
     states = state.new_empty(group.chunks, *state.shape[1:])
-    decay = decay[..., None, None]
-    for part, count in group.steps():
-        current = state[:count]
-        states[part] = current
-        _flat(u[part]).baddbmm_(_flat(w[part]), _flat(current), alpha=-1.0)
-        _flat(current.mul_(decay[part])).baddbmm_(_flat(key[part]).mT, _flat(u[part]))
-    return u, states
+    carried = state.flatten(0, 1)
+    inverse, key_in, key_out, decay = transition
+    pieces = _steps(group, rhs, v_new, states, inverse, key_in, key_out.mT, decay[..., None, None])
+    for r, x, entry, a, k_in, k_out, factor in pieces:
+        current = carried[: entry.shape[0]]
+        entry.copy_(current)
+        torch.bmm(a, r.baddbmm_(k_in, current, alpha=-1.0), out=x)
+        current.mul_(factor).baddbmm_(k_out, x)
+    return v_new, states
 
 
 def scan_states_backward(
-    group: ChunkGroup,
-    d_v_new: Tensor,
-    d_state: Tensor,
-    *,
-    w: Tensor,
-    key: Tensor,
-    decay: Tensor,
-    query: Tensor,
-    d_o: Tensor,
+    group: ChunkGroup, transition: Transition, d_v_new: Tensor, d_state: Tensor, query: Tensor, d_o: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Carry the gradients of the states back through the chunks of a group.
 
     Args:
-        d_v_new: `[chunks, HV, C, V]`, what the chunk's own outputs contribute; becomes the whole gradient.
+        group: the chunks.
+        transition: their factors, as in the forward.
+        d_v_new: `[chunks, HV, C, V]`, what the outputs of a chunk give to its own v_new; overwritten.
         d_state: `[n, HV, K, V]` of the states after the group; becomes that of the states before it.
-        w, key, decay: as in `scan_states`.
-        query: `[chunks, HV, C, K]` with `o = query S + ...`.
+        query: `[chunks, HV, C, K]`, the factor of S in the outputs.
         d_o: `[chunks, HV, C, V]`.
 
     Returns:
-        `(d_v_new, d_exit)`, the latter `[chunks, HV, K, V]`: the gradient of every chunk's exit state.
+        `(d_rhs, d_exit)`: `[chunks, HV, C, V]`, and of every chunk's exit state `[chunks, HV, K, V]`.
     """
+    d_rhs = torch.empty_like(d_v_new)
     d_exit = d_state.new_empty(group.chunks, *d_state.shape[1:])
-    decay = decay[..., None, None]
-    for part, count in reversed(list(group.steps())):
-        current = d_state[:count]
-        d_exit[part] = current
-        _flat(d_v_new[part]).baddbmm_(_flat(key[part]), _flat(current))
-        current.mul_(decay[part])
-        _flat(current).baddbmm_(_flat(query[part]).mT, _flat(d_o[part]))
-        _flat(current).baddbmm_(_flat(w[part]).mT, _flat(d_v_new[part]), alpha=-1.0)
-    return d_v_new, d_exit
+    carried = d_state.flatten(0, 1)
+    inverse, key_in, key_out, decay = transition
+    pieces = _steps(
+        group, d_v_new, d_rhs, d_exit, inverse.mT, key_in.mT, key_out, decay[..., None, None], query.mT, d_o
+    )
+    for x, r, leaving, a, k_in, k_out, factor, q, d in reversed(list(pieces)):
+        current = carried[: leaving.shape[0]]
+        leaving.copy_(current)
+        torch.bmm(a, x.baddbmm_(k_out, current), out=r)
+        current.mul_(factor).baddbmm_(q, d).baddbmm_(k_in, r, alpha=-1.0)
+    return d_rhs, d_exit
 
 
-def _flat(x: Tensor) -> Tensor:
-    """`[a, b, c, d]` -> view `[a * b, c, d]`."""
-    return x.view(-1, *x.shape[2:])
+def _steps(group: ChunkGroup, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views `[sequences * HV, ...]` of tensors `[chunks, HV, ...]`, step by step."""
+    heads = tensors[0].shape[1]
+    sizes = [count * heads for count in group.active]
+    return zip(*(x.flatten(0, 1).split(sizes) for x in tensors), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BASE = 16  # order of the diagonal blocks inverted by substitution
+_BASE = 8  # order of the diagonal blocks inverted by substitution
 
 
 def ones_lower(rows: int, like: Tensor, diagonal: int = 0) -> Tensor:
@@ -32,12 +32,12 @@ def prefix_sums(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def segment_sums(high: Tensor, low: Tensor) -> Tensor:
-    """`D[t, s] = sum_{s < j <= t} g_j`, zero for `s >= t`: prefix sums `[..., C]` -> `[..., C, C]`.
+    """`D[t, s] = sum_{s < j <= t} g_j` for `s <= t`: prefix sums `[..., C]` -> `[..., C, C]`; nothing of use above.
 
     Right to an ulp of D: the difference of prefix sums in fp32 alone would keep the rounding errors of both.
     """
     sums = high.unsqueeze(-1) - high.unsqueeze(-2)
-    return sums.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2)).tril_()
+    return sums.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
 
 
 def segment_sums_backward(grad: Tensor) -> Tensor:
@@ -50,31 +50,30 @@ def segment_sums_backward(grad: Tensor) -> Tensor:
 
 
 def unit_lower_inverse(a: Tensor) -> Tensor:
-    """`(I + tril(a, -1))^-1` for `[..., C, C]`, C at most 16 or 16 times a power of two.
+    """`(I + tril(a, -1))^-1` for `[..., C, C]`, C at most 8 or 8 times a power of two.
 
-    Forward substitution in blocks of 16, then blocks are merged in pairs: as stable as substitution throughout,
-    which sums of powers of `a` are not when keys are nearly parallel. Only entries below the diagonal are read.
+    Forward substitution in blocks of 8, then blocks are merged in pairs: as stable as substitution throughout,
+    unlike sums of powers of `a` when keys are nearly parallel. Only entries below the diagonal are read.
     """
     rows = a.shape[-1]
-    base = min(rows, _BASE)
+    size = min(rows, _BASE)
     flat = a.reshape(-1, rows, rows)
-    inverse = _substitute(_diagonal_blocks(flat, base))  # [batch, blocks, base, base]
-    while inverse.shape[1] > 1:
-        size = inverse.shape[-1]
-        upper, lower = inverse[:, 0::2], inverse[:, 1::2]
+    inverse = torch.zeros_like(flat)
+    _diagonal_blocks(inverse, size).copy_(_substitute(_diagonal_blocks(flat, size)))
+    while size < rows:
+        pair = _diagonal_blocks(inverse, 2 * size)
+        upper, lower = pair[..., :size, :size], pair[..., size:, size:]
         below = _diagonal_blocks(flat, 2 * size)[..., size:, :size]
-        merged = inverse.new_zeros(flat.shape[0], inverse.shape[1] // 2, 2 * size, 2 * size)
-        merged[..., :size, :size] = upper
-        merged[..., size:, size:] = lower
-        merged[..., size:, :size] = (lower @ (below @ upper)).neg_()
-        inverse = merged
+        pair[..., size:, :size] = (lower @ (below @ upper)).neg_()
+        size *= 2
     return inverse.view_as(a)
 
 
 def _diagonal_blocks(a: Tensor, size: int) -> Tensor:
     """`[batch, C, C]` -> view `[batch, C / size, size, size]`."""
     blocks = a.shape[-1] // size
-    return a.unflatten(2, (blocks, size)).unflatten(1, (blocks, size)).diagonal(0, 1, 3).movedim(-1, 1)
+    tiles = a.view(a.shape[0], blocks, size, blocks, size)
+    return tiles.diagonal(0, 1, 3).movedim(-1, 1)
 
 
 def _substitute(a: Tensor) -> Tensor:
@@ -82,8 +81,7 @@ def _substitute(a: Tensor) -> Tensor:
     size = a.shape[-1]
     a = a.permute(2, 3, 0, 1).contiguous()  # [size, size, batch, blocks]
     x = torch.zeros_like(a)
-    for i in range(size):
-        x[i, i] = 1.0
-        if i:
-            x[i, :i] = (a[i, :i, None] * x[:i, :i]).sum(0).neg_()
-    return x.permute(2, 3, 0, 1).contiguous()
+    x.diagonal().fill_(1.0)
+    for i in range(1, size):
+        x[i, :i] = (a[i, :i, None] * x[:i, :i]).sum(0).neg_()
+    return x.permute(2, 3, 0, 1)

@@ -10,16 +10,14 @@ from torch.nn import functional
 from chunkwise import errors
 from chunkwise.autograd.residuals import ResidualField, ResidualFormat, chunk_slots
 from chunkwise.protocol.axes import Divides
-from chunkwise.protocol.cases import Budget, Case, Cost
+from chunkwise.protocol.cases import Budget, Case, Cost, drawn
 from chunkwise.protocol.contracts import at_most
 from chunkwise.protocol.declaration import Offsets, Output, Prologue
 from chunkwise.protocol.op import op
 from chunkwise.reference import recurrence
 
 LEAN_FIELDS = (
-    ResidualField(
-        "g_cumsum", "B T HV", "fp32", "natural-log gates summed from the chunk's first row to this one"
-    ),
+    ResidualField("g_cumsum", "B T HV", "fp32", "natural-log gates summed from the chunk's first row to this one"),
     ResidualField(
         "inverse",
         "B T HV C",
@@ -64,9 +62,7 @@ def _per_head(argument: str, given: Tensor, g: Tensor) -> Tensor:
     if given.dim() != 1:
         raise errors.wrong_rank("chunk_gated_delta_rule", argument, given.shape, "HV")
     if given.shape[0] != g.shape[-1]:
-        raise errors.axis_disagrees(
-            "chunk_gated_delta_rule", argument, "HV", given.shape[0], "g", g.shape[-1]
-        )
+        raise errors.axis_disagrees("chunk_gated_delta_rule", argument, "HV", given.shape[0], "g", g.shape[-1])
     return given
 
 
@@ -82,6 +78,9 @@ def _cost(sizes: Mapping[str, int], activation_bytes: int) -> Cost:
 def _sizes(b: int, t: int, heads: tuple[int, int], widths: tuple[int, int]) -> dict[str, int]:
     return {"B": b, "T": t, "H": heads[0], "HV": heads[1], "K": widths[0], "V": widths[1]}
 
+
+# Keys of unit length, as the recurrence wants them; gates and steps that differ from head to head.
+DRAW = {"q": "unit", "k": "unit", "g": "gate", "beta": "step"}
 
 CASES = (
     Case("dense", _sizes(2, 130, (3, 6), (24, 40))),
@@ -107,10 +106,15 @@ CASES = (
         options={"output_final_state": True, "state_v_first": True},
         present=("initial_state",),
     ),
-    Case("l2norm", _sizes(2, 70, (3, 6), (20, 36)), options={"use_qk_l2norm_in_kernel": True}),
+    Case(
+        "l2norm",
+        _sizes(2, 70, (3, 6), (20, 36)),
+        options={"use_qk_l2norm_in_kernel": True},
+        draw={"q": "normal", "k": "normal"},
+    ),
     Case("strong-decay", _sizes(1, 100, (3, 6), (16, 24)), draw={"g": "strong"}, present=("initial_state",)),
     Case("no-decay", _sizes(1, 100, (3, 3), (16, 24)), draw={"g": "zero"}),
-    Case("parallel-keys", _sizes(1, 128, (3, 3), (24, 24)), draw={"k": "parallel", "beta": "near-one"}),
+    Case("parallel-keys", _sizes(1, 128, (5, 5), (24, 24)), draw={"k": "parallel", "beta": "near-one"}),
 )
 
 
@@ -143,8 +147,8 @@ BENCHMARKS = tuple(
         ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"),
         _apply_model_options,
     ),
-    cases=CASES,
-    benchmarks=BENCHMARKS,
+    cases=drawn(CASES, DRAW),
+    benchmarks=drawn(BENCHMARKS, DRAW),
     budget=Budget(multiple=4.0),
 )
 def chunk_gated_delta_rule(

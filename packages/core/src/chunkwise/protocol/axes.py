@@ -86,9 +86,7 @@ class Divides:
     def check(self, op: str, sizes: Mapping[str, int]) -> None:
         """Raise where the sizes break the constraint."""
         if sizes[self.multiple] % sizes[self.divisor]:
-            raise errors.not_divisible(
-                op, self.multiple, sizes[self.multiple], self.divisor, sizes[self.divisor]
-            )
+            raise errors.not_divisible(op, self.multiple, sizes[self.multiple], self.divisor, sizes[self.divisor])
 
 
 class Binder:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -15,7 +16,7 @@ class Case:
         sizes: axis name to size.
         offsets: ``cu_seqlens`` of a ragged call, or None.
         options: option name to value, where it is not the default.
-        draw: argument name to the name of the distribution it is drawn from, where not the op's usual one.
+        draw: argument name to the name of the distribution that it is drawn from; normal where none is named.
         present: optional tensors that the call passes.
     """
 
@@ -25,6 +26,11 @@ class Case:
     options: Mapping[str, object] = field(default_factory=dict)
     draw: Mapping[str, str] = field(default_factory=dict)
     present: tuple[str, ...] = ()
+
+
+def drawn(cases: Iterable[Case], draw: Mapping[str, str]) -> tuple[Case, ...]:
+    """The same cases with an op's usual distributions, where a case names no other."""
+    return tuple(dataclasses.replace(case, draw={**draw, **case.draw}) for case in cases)
 
 
 @dataclass(frozen=True)

@@ -151,9 +151,7 @@ def _option_spec(name: str, hint: Any, default: Any) -> OptionSpec:
     types = typing.get_args(hint) or (hint,)
     accepted = tuple(types) + ((int,) if float in types else ())
     names = ["None" if t is type(None) else t.__name__ for t in types]
-    return OptionSpec(
-        name, default, accepted, " or ".join(f"a finite {n}" if n == "float" else n for n in names)
-    )
+    return OptionSpec(name, default, accepted, " or ".join(f"a finite {n}" if n == "float" else n for n in names))
 
 
 def _binder(
@@ -168,11 +166,7 @@ def _binder(
     Generated, because Python's own argument binding is the only one that costs next to nothing, and because its
     errors for unknown or missing arguments then name the op.
     """
-    defaults = {
-        f"_{p}": v.default
-        for p, v in signature.parameters.items()
-        if v.default is not inspect.Parameter.empty
-    }
+    defaults = {f"_{p}": v.default for p, v in signature.parameters.items() if v.default is not inspect.Parameter.empty}
     bare = [
         p.replace(annotation=p.empty, default=_Name(f"_{p.name}") if p.default is not p.empty else p.empty)
         for p in signature.parameters.values()

@@ -119,9 +119,7 @@ def _bind_sequences(
     if given is None:
         if offsets.host in present:
             raise errors.requires(binder.op, offsets.host, offsets.name)
-        binder.fix(
-            offsets.sequences, binder.sizes[offsets.batch], f"{offsets.batch} (without {offsets.name})"
-        )
+        binder.fix(offsets.sequences, binder.sizes[offsets.batch], f"{offsets.batch} (without {offsets.name})")
         return False
     if binder.sizes[offsets.batch] != 1:
         raise errors.ragged_needs_one_row(binder.op, offsets.name, binder.sizes[offsets.batch])

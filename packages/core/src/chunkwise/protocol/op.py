@@ -48,9 +48,7 @@ class Op(Generic[P, R]):
         return self.declaration.name
 
 
-def apply_prologue(
-    declaration: Declaration, tensors: tuple[Any, ...], extras: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def apply_prologue(declaration: Declaration, tensors: tuple[Any, ...], extras: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply the model options that core owns, in front of the op."""
     prologue = cast("Prologue", declaration.promises.prologue)
     named = dict(zip(declaration.tensor_names, tensors))  # noqa: B905  # the tracer has no strict=

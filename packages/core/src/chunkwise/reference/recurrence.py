@@ -9,13 +9,13 @@ An op is one step function `(state, token) -> (state, o_t)`; `scan` runs it over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 Step = Callable[..., tuple[Tensor, Tensor]]
-"""`step(state, *token) -> (state, o_t)`: state `[n, HV, K, V]`, each token tensor `[n, ...]`, o_t `[n, HV, V]`."""
+"""`step(state, *token) -> (state, o_t)`: state `[n, HV, K, V]`, token tensors `[n, ...]`, o_t `[n, HV, V]`."""
 
 Offsets = Tensor | Sequence[int]
 
@@ -27,7 +27,7 @@ def sequence_bounds(batch: int, length: int, cu_seqlens: Offsets | None) -> tupl
     if batch != 1:
         raise ValueError(f"cu_seqlens packs the sequences of one row: expected B = 1, got B = {batch}")
     offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    lengths = [end - start for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    lengths = [end - start for start, end in pairwise(offsets)]
     if offsets[0] != 0 or offsets[-1] > length or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens must start at 0, never decrease and end at or before T = {length}")
     return offsets[:-1], lengths
@@ -46,7 +46,7 @@ def scan(
         cu_seqlens: offsets `[N + 1]` of ragged sequences, or None for one sequence in each row.
 
     Returns:
-        The outputs `[B, T, HV, V]` (zero in rows of no sequence, which are never read), the last states `[N, ...]`.
+        The outputs `[B, T, HV, V]`, zero in rows of no sequence, which are never read; the last states `[N, ...]`.
     """
     batch, length = like.shape[:2]
     starts, lengths = sequence_bounds(batch, length, cu_seqlens)
@@ -67,7 +67,8 @@ def scan(
 
     finished.append(state)
     back = sorted(range(len(order)), key=order.__getitem__)
-    final = torch.cat(finished[::-1]).index_select(0, torch.tensor(back, dtype=torch.long, device=state.device))
+    places = torch.tensor(back, dtype=torch.long, device=state.device)
+    final = torch.cat(finished[::-1]).index_select(0, places)
     blank = like.new_zeros(batch * length, *like.shape[2:])
     return blank.index_copy(0, index, torch.cat(outputs)).view_as(like), final
 
@@ -93,7 +94,7 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 def gated_delta_rule_step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q` for q, k `[n, HV, K]`, g, beta `[n, HV]`."""
+    """`S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q`: q, k `[n, HV, K]`, g, beta `[n, HV]`."""
     state = state * g.exp()[..., None, None]
     error = v - _read(state, k)
     state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
@@ -117,17 +118,17 @@ def gated_delta_rule(
     cu_seqlens: Offsets | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule: `S <- exp(g_t) S + k_t (beta_t (v_t - exp(g_t) S^T k_t))^T`, `o_t = scale * S^T q_t`.
+    """The gated delta rule, `S <- exp(g_t) S`, `S <- S + k_t (beta_t (v_t - S^T k_t))^T`, `o_t = scale * S^T q_t`.
 
-    Shapes: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g (natural log) and beta `[B, T, HV]`, states `[N, HV, K, V]`;
-    value head h reads query head `h // (HV // H)`. Everything is computed in the widest dtype given.
+    Shapes: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g (natural log) and beta `[B, T, HV]`, states
+    `[N, HV, K, V]`; value head h reads query head `h // (HV // H)`. Computed in the widest dtype given.
 
     Returns:
         `(o, final_state)`, o shaped like v.
 
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", equation 10.
     """
-    given: list[Any] = [x for x in (q, k, v, g, beta, initial_state) if x is not None]
+    given = [x for x in (q, k, v, g, beta, initial_state) if x is not None]
     dtype = given[0].dtype
     for x in given[1:]:
         dtype = torch.promote_types(dtype, x.dtype)
@@ -138,7 +139,7 @@ def gated_delta_rule(
     heads = v.shape[2]
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
     if initial_state is None:
-        sequences = len(sequence_bounds(*v.shape[:2], cu_seqlens)[0])
+        sequences = len(sequence_bounds(v.shape[0], v.shape[1], cu_seqlens)[0])
         state = v.new_zeros(sequences, heads, k.shape[-1], v.shape[-1])
     else:
         state = initial_state.to(dtype)

@@ -71,9 +71,12 @@ class Facts:
         return frozenset(("device", "needs", *self.sizes, *dtypes, *flags))
 
     def describe(self) -> str:
-        """One line for explain: device, sizes, dtypes, options that are set."""
-        sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-        dtypes = " ".join(f"{name}:{dtype}" for name, dtype in self.dtypes.items())
-        flags = " ".join(f"{k}={v}" for k, v in self.flags.items() if v not in (False, None))
-        wanted = " ".join(sorted(self.needs)) or "none"
-        return f"on {self.device.name} ({self.device.arch}): {sizes}; {dtypes}; {flags}; gradients: {wanted}"
+        """One line for explain: device, sizes, dtypes, options that are set, gradients that are asked for."""
+        parts = (
+            " ".join(f"{axis}={size}" for axis, size in self.sizes.items()),
+            " ".join(f"{name}:{dtype}" for name, dtype in self.dtypes.items()),
+            " ".join(f"{name}={value}" for name, value in self.flags.items() if value not in (False, None)),
+            f"gradients: {' '.join(sorted(self.needs)) or 'none'}",
+        )
+        where = self.device.name if self.device.arch == self.device.kind else f"{self.device.name} ({self.device.arch})"
+        return f"on {where}: {'; '.join(part for part in parts if part)}"

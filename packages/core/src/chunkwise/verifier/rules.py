@@ -163,9 +163,7 @@ def flag_is(name: str, value: object, remedy: str, otherwise: object = None) -> 
     )
 
 
-def needs_promise(
-    name: str, reads: Iterable[str], holds: Predicate, remedy: str, violate: Edit, satisfy: Edit
-) -> Rule:
+def needs_promise(name: str, reads: Iterable[str], holds: Predicate, remedy: str, violate: Edit, satisfy: Edit) -> Rule:
     """The caller has promised (by an option) what the implementation cannot find out by itself."""
     return Rule(
         name=name,

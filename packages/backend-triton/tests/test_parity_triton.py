@@ -1,0 +1,1 @@
+chunkwise_backend = "triton"

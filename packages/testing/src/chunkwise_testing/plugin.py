@@ -1,0 +1,193 @@
+"""The pytest plugin: a test file that says ``chunkwise_backend = "torch"`` stands for the whole suite.
+
+Options: ``--backend NAME`` (generate the suite for these backends only), ``--parity-report FILE`` (write the parity
+matrix as FILE.json and FILE.md), ``--compile-first`` (build the kernels of all collected cells before the first test).
+
+Tests that need a GPU carry the marker ``gpu``; without one they are deselected and counted at the end, never skipped.
+Nothing here imports torch before a test file asks for the suite.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("chunkwise_testing.suite")
+
+VARIABLE = "chunkwise_backend"
+CELL_PROPERTY = "chunkwise_cell"
+NEEDS = {
+    "gpu": "needs a GPU",
+    "interpreter": "needs TRITON_INTERPRET=1",
+    "cpu": "does not run under TRITON_INTERPRET=1",
+}
+_CELLS = pytest.StashKey[list[dict[str, Any]]]()
+_LEFT_OUT = pytest.StashKey[Counter[str]]()
+_OUTPUT = "chunkwise_left_out"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options."""
+    group = parser.getgroup("chunkwise", "parity suites of chunkwise backends")
+    group.addoption("--backend", action="append", metavar="NAME", help="generate the suite for this backend only")
+    group.addoption("--parity-report", type=Path, metavar="FILE", help="write the parity matrix to FILE.json, FILE.md")
+    group.addoption("--compile-first", action="store_true", help="build all kernels before the first test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and prepare the report."""
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; deselected on a machine without one")
+    config.addinivalue_line("markers", "interpreter: needs TRITON_INTERPRET=1; deselected without it")
+    config.stash[_CELLS] = []
+    config.stash[_LEFT_OUT] = Counter()
+    config.pluginmanager.register(_Gatherer(config.stash[_CELLS]), "chunkwise-gatherer")
+
+
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[pytest.Collector] | None:
+    """Put the suite's classes in the place of ``chunkwise_backend``."""
+    if name != VARIABLE or not isinstance(collector, pytest.Module) or not isinstance(obj, str):
+        return None
+    chosen = collector.config.getoption("--backend")
+    if chosen and obj not in chosen:
+        return []
+    import torch
+
+    from chunkwise_testing.parity import generate
+
+    if hasattr(collector.config, "workerinput"):
+        torch.set_num_threads(1)
+    classes = generate(obj)
+    for class_name, cls in classes.items():
+        setattr(collector.obj, class_name, cls)
+    return [pytest.Class.from_parent(collector, name=class_name) for class_name in sorted(classes)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what this machine cannot run; its cells go into the report with the reason."""
+    kept, left_out = [], []
+    for item in items:
+        reason = _lacking(item)
+        if reason is None:
+            kept.append(item)
+            continue
+        left_out.append(item)
+        config.stash[_LEFT_OUT][reason] += 1
+        if cell := _cell_of(item):
+            config.stash[_CELLS].append({**cell.identity(), "reason": reason})
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _lacking(item: pytest.Item) -> str | None:
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        return NEEDS["gpu"]
+    interpreting = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if item.get_closest_marker("interpreter") and not interpreting:
+        return NEEDS["interpreter"]
+    if interpreting and _device_of(item) == "cpu":
+        return NEEDS["cpu"]
+    return None
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec is not None else {}
+
+
+def _cell_of(item: pytest.Item) -> Any:
+    return _parameters(item).get("cell") if hasattr(_parameters(item).get("cell"), "identity") else None
+
+
+def _device_of(item: pytest.Item) -> str | None:
+    cell = _cell_of(item)
+    given = _parameters(item)
+    subject = cell.subject if cell is not None else given.get("subject") or given.get("default")
+    return getattr(subject, "device", None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """``--compile-first``: each worker builds its share of the kernels."""
+    if not session.config.getoption("--compile-first"):
+        return
+    cells = [cell for item in session.items if (cell := _cell_of(item)) is not None]
+    if not cells:
+        return
+    from chunkwise_testing.launchability import compile_all
+    from chunkwise_testing.routes import facts_of
+
+    work = []
+    for cell in _share(session.config, cells):
+        study = cell.sample().study()
+        call, _ = study.on(cell.subject.torch_device)
+        work.append((cell.subject.pair, facts_of(call, study.needs)))
+    compile_all(work)
+
+
+def _share(config: pytest.Config, cells: list[Any]) -> list[Any]:
+    given = getattr(config, "workerinput", None)
+    if given is None:
+        return cells
+    return cells[int(given["workerid"].removeprefix("gw")) :: int(given["workercount"])]
+
+
+class _Gatherer:
+    """Gathers the cells of finished tests, those of pytest-xdist's workers included."""
+
+    def __init__(self, cells: list[dict[str, Any]]) -> None:
+        self.cells = cells
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the cells at the teardown, when they are filled."""
+        if report.when == "teardown":
+            self.cells += [value for name, value in report.user_properties if name == CELL_PROPERTY]  # type: ignore[misc]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take over what a worker of pytest-xdist left out; all of them collect the same tests."""
+    config: pytest.Config = node.config
+    left_out, cells = getattr(node, "workeroutput", {}).get(_OUTPUT, ({}, []))
+    counts: Counter[str] = config.stash[_LEFT_OUT]
+    gathered: list[dict[str, Any]] = config.stash[_CELLS]
+    if not counts:
+        counts.update(left_out)
+        gathered.extend(cells)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the report, or hand what a worker knows to the controller."""
+    config = session.config
+    cells: list[dict[str, Any]] = config.stash[_CELLS]
+    counts: Counter[str] = config.stash[_LEFT_OUT]
+    output = getattr(config, "workeroutput", None)
+    if output is not None:
+        left_out = [cell for cell in cells if cell.get("reason") in NEEDS.values()]
+        output[_OUTPUT] = (dict(counts), left_out)
+        return
+    path = config.getoption("--parity-report")
+    if path is not None:
+        from chunkwise_testing import report
+
+        report.write(cells, path)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many tests were left out, and why."""
+    for reason, count in sorted(config.stash[_LEFT_OUT].items()):
+        terminalreporter.write_line(f"chunkwise: {count} tests deselected: {reason}")
+    path = config.getoption("--parity-report")
+    if path is not None:
+        terminalreporter.write_line(f"chunkwise: parity matrix in {path.with_suffix('.json')} and .md")

@@ -1,0 +1,170 @@
+"""What the classes of the suite share: subjects, parametrisation and the small cases that they start from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from chunkwise.ops import OPS
+from chunkwise.protocol.cases import Case
+from chunkwise_testing.oracle import Result
+from chunkwise_testing.routes import Pair, devices_of, facts_of, pairs_of
+from chunkwise_testing.sampling import Call, variant
+from chunkwise_testing.study import Sample, Study
+from chunkwise_testing.tolerance import Measure
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is under test: a pair of implementations on a kind of device."""
+
+    pair: Pair
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.pair.op}-{self.pair}-{self.device}"
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.pair.op
+
+    @property
+    def torch_device(self) -> str:
+        """Where the tensors are: Triton's interpreter works on the CPU's."""
+        return "cuda" if self.device == "cuda" else "cpu"
+
+    def refusals(self, call: Call, needs: Collection[str]) -> list[str]:
+        """Why the pair cannot run a call; empty where it can."""
+        return self.pair.refusals(facts_of(call, needs))
+
+    def run(
+        self, call: Call, needs: Collection[str] = (), gradients: Mapping[str, Tensor | None] | None = None
+    ) -> Result:
+        """Run a call, which must be on the subject's device."""
+        return self.pair.run(call, needs, gradients)
+
+    def run_study(self, study: Study, call: Call | None = None) -> Result:
+        """Run a study's call, or an equal one that is laid out otherwise, forward and backward."""
+        own, gradients = study.on(self.torch_device)
+        return self.run(call or own, study.needs, gradients)
+
+    def check(self, study: Study, call: Call | None = None) -> list[Measure]:
+        """The same, held against the oracle."""
+        return study.check(self.run_study(study, call))
+
+    def check_sample(self, sample: Sample) -> list[Measure]:
+        """Draw, run, hold against the oracle."""
+        return self.check(sample.study())
+
+
+def mark_of(device: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The marker of tests that need a device which not every machine has."""
+    marks = {"cuda": pytest.mark.gpu, "interpreter": pytest.mark.interpreter}
+    return (marks[device],) if device in marks else ()
+
+
+def subjects_of(backend: str, ops: Collection[str] | None, *, default_format_only: bool) -> list[Subject]:
+    """Every subject that a backend answers for, sorted by name."""
+    found = []
+    for op in OPS:
+        if ops is not None and op not in ops:
+            continue
+        default = OPS[op].declaration.promises.formats[0].name
+        for pair in pairs_of(op, backend):
+            if not default_format_only or pair.format == default:
+                found += [Subject(pair, device) for device in devices_of(pair)]
+    return sorted(found, key=str)
+
+
+class Suite:
+    """Base of the suite's classes.
+
+    A test takes ``subject`` (every pair in every residual format), ``default`` (in the op's default format) or
+    ``on_gpu`` (that, on a GPU alone).
+    """
+
+    backend: ClassVar[str] = ""
+    ops: ClassVar[tuple[str, ...] | None] = None
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Parametrise over subjects."""
+        for name in {"subject", "default", "on_gpu"} & set(metafunc.fixturenames):
+            subjects = self.subjects(default_format_only=name != "subject")
+            if name == "on_gpu":
+                subjects = [s for s in subjects if s.device == "cuda"]
+            metafunc.parametrize(name, [pytest.param(s, id=str(s), marks=mark_of(s.device)) for s in subjects])
+
+    @classmethod
+    def subjects(cls, *, default_format_only: bool = False) -> list[Subject]:
+        """What the class tests."""
+        return subjects_of(cls.backend, cls.ops, default_format_only=default_format_only)
+
+    @classmethod
+    def applies(cls) -> bool:
+        """Whether the backend has anything that this class can test."""
+        return bool(cls.subjects())
+
+
+def small_case(op: str, name: str, tokens: int = 70, **sizes: int) -> Case:
+    """A case of one row with states in and out, with unlike heads and K != V."""
+    promises = OPS[op].declaration.promises
+    tensors = OPS[op].declaration.tensor_names
+    return variant(
+        promises.cases[0],
+        name,
+        sizes={"B": 1, "T": tokens, **sizes},
+        present=tuple(s for s in promises.states if s in tensors),
+        options={o.when: True for o in promises.outputs if o.when is not None},
+    )
+
+
+def stateless(case: Case) -> Case:
+    """The same case without states in and out."""
+    return dataclasses.replace(case, name=f"{case.name}-stateless", present=(), options={})
+
+
+def state_in(op: str) -> str:
+    """The tensor argument that is a state."""
+    declaration = OPS[op].declaration
+    return next(s for s in declaration.promises.states if s in declaration.tensor_names)
+
+
+def state_out(op: str) -> str:
+    """The output that is a state."""
+    promises = OPS[op].declaration.promises
+    outputs = [o.name for o in promises.outputs]
+    return next(s for s in promises.states if s in outputs)
+
+
+def row_axis(call: Call, name: str) -> int | None:
+    """The position of the row axis of a tensor argument."""
+    axes = [axis.name for axis in call.spec[name].axes]
+    rows = call.declaration.promises.offsets[0].rows
+    return axes.index(rows) if rows in axes else None
+
+
+def rows_between(call: Call, tensors: Mapping[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
+    """The tensors with only some of their rows; those without a row axis as they are."""
+    cut = {}
+    for name, tensor in tensors.items():
+        axis = row_axis(call, name)
+        cut[name] = tensor if axis is None else tensor.narrow(axis, start, end - start)
+    return cut
+
+
+def assert_same_bits(a: Result, b: Result) -> None:
+    """Fail, naming the quantities that differ."""
+    assert not (differing := a.differing(b)), f"not the same bits: {', '.join(differing)}"  # noqa: S101
+
+
+def assert_finite(result: Result) -> None:
+    """Fail, naming the quantities that are not finite."""
+    bad = [n for n, x in result.quantities().items() if not bool(torch.isfinite(x).all())]
+    assert not bad, f"not finite: {', '.join(bad)}"  # noqa: S101

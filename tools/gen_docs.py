@@ -52,7 +52,11 @@ def _lines(name: str) -> Iterator[str]:
             + "; ".join(f"`{c}`" for c in promises.contracts)
             + "."
         )
-    yield f"- **Accuracy**: within {promises.budget.multiple:g} times the loss that no implementation can avoid."
+    budget = promises.budget
+    yield (
+        f"- **Accuracy**: within {budget.half:g} times the loss that no implementation can avoid, "
+        f"{budget.full:g} times with fp32 activations."
+    )
     yield ""
     yield from _format_tables(name)
 

@@ -46,17 +46,18 @@ class Figure:
         return self.value < float(bound) if relation == "<" else self.value >= float(bound)
 
 
-def interleaved_us(*sides: Callable[[], object], calls: int, repeats: int) -> list[float]:
-    """Median microseconds a call of each side, taken in turn."""
+def interleaved_us(*sides: Callable[[], object], calls: int | Sequence[int], repeats: int) -> list[float]:
+    """Median microseconds a call of each side, taken in turn; ``calls`` of one side make a sample (one number, or each)."""
+    counts = [calls] * len(sides) if isinstance(calls, int) else calls
     for side in sides:
         side()
     times: list[list[float]] = [[] for _ in sides]
     for _ in range(repeats):
-        for side, found in zip(sides, times, strict=True):
+        for side, count, found in zip(sides, counts, times, strict=True):
             start = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(count):
                 side()
-            found.append((time.perf_counter() - start) / calls * 1e6)
+            found.append((time.perf_counter() - start) / count * 1e6)
     return [statistics.median(found) for found in times]
 
 
@@ -157,12 +158,15 @@ def _inputs(tokens: int, heads: int = 4, width: int = 64) -> dict[str, Any]:
     return {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v, "g": g, "beta": beta}
 
 
-def speed_figures(tokens: int = 4096, repeats: int = 3) -> list[Figure]:
+def speed_figures(tokens: int = 4096, repeats: int = 5) -> list[Figure]:
     """The chunkwise backend against the token-by-token oracle, B1 T4096 H4 K=V=64, fp32."""
     inputs, op = _inputs(tokens), chunkwise.chunk_gated_delta_rule
     with torch.no_grad():
         oracle, forward = interleaved_us(
-            lambda: op.reference(**inputs), lambda: op(**inputs, backend="torch"), calls=1, repeats=repeats
+            lambda: op.reference(**inputs),
+            lambda: op(**inputs, backend="torch"),
+            calls=(1, 10),
+            repeats=repeats,
         )
     for name in ("q", "k", "v", "g", "beta"):
         inputs[name].requires_grad_()
@@ -170,7 +174,7 @@ def speed_figures(tokens: int = 4096, repeats: int = 3) -> list[Figure]:
     def train() -> None:
         op(**inputs, backend="torch")[0].sum().backward()
 
-    (both,) = interleaved_us(train, calls=1, repeats=repeats)
+    (both,) = interleaved_us(train, calls=5, repeats=repeats)
     return [
         Figure(f"oracle forward, T {tokens}", oracle / 1e3, "ms"),
         Figure(f"torch forward, T {tokens}", forward / 1e3, "ms"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from chunkwise.ops import OPS
+from chunkwise.protocol.axes import dtype_name
 from chunkwise.protocol.cases import Case
 from chunkwise_testing import sampling
 from chunkwise_testing.oracle import Result, oracle_of_many
@@ -57,7 +58,8 @@ class Study:
         expected, actual = self.expected.quantities(), result.quantities()
         if missing := expected.keys() - actual.keys():
             raise AssertionError(f"not returned: {', '.join(sorted(missing))}")
-        multiple = self.call.declaration.promises.budget.multiple
+        activations = self.call.tensors[self.call.declaration.tensors[0].name]
+        multiple = self.call.declaration.promises.budget.multiple(dtype_name(activations.dtype))
         return [
             measure(name, actual[name], expected[name], self.changes[name], parts=self._parts(name), multiple=multiple)
             for name in sorted(expected)

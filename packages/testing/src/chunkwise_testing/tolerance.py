@@ -3,9 +3,11 @@
 For an output, and for each of its parts (one head of one chunk of 64 rows)::
 
     error = |x - ref|_part / (|ref|_part + 1e-3 rms(ref) sqrt(n_part))
-    loss  = the same of (ref rounded to the output's dtype) - ref, plus, for each input (the gradients of the
-            outputs are inputs of the backward), of what the fp64 result
-            changes when that input moves by half an ulp of its dtype (random signs; root mean square over a few draws)
+    loss  = the same of (ref rounded to the output's dtype) - ref, plus, for each input, of what the fp64 result
+            changes when that input moves by half an ulp of its dtype
+
+The signs of the moves are random; what they change is the root mean square over a few draws. The gradients of the
+outputs count as inputs: they are the backward's.
 
 The budget is ``multiple * loss``, the multiple declared with the op. A part's loss counts as no less than that of the
 whole output, since a part of few numbers may be rounded exactly by chance.

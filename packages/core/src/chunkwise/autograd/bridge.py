@@ -7,6 +7,7 @@ The eager door is an ``autograd.Function`` that does its set-up inside forward; 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,13 +36,16 @@ def call(declaration: Declaration, tensors: tuple[Any, ...], options: tuple[Any,
     """Run an op eagerly: key, cached route, run. Calls that a route cannot take go to the graph door."""
     if _transforms_active() or forward_ad._current_level >= 0:
         raise errors.transform_unsupported(declaration.name)
-    key: Any = [declaration, policy.ACTIVE, options, _grad_enabled()]
+    recorded = _grad_enabled()
+    key: Any = [declaration, policy.ACTIVE, options, recorded]
     try:
         for tensor in tensors:
             if tensor is None:
                 key.append(None)
             elif type(tensor) in _PLAIN_TYPES:
-                key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+                # A contiguous tensor's strides follow from its shape; to ask for them costs twice as much.
+                strides = tensor.is_contiguous() or tensor.stride()
+                key += (tensor.shape, strides, tensor.dtype, tensor.device, recorded and tensor.requires_grad)
             else:
                 return _call_unusual(declaration, tensors, options)
         key = tuple(key)
@@ -51,16 +55,23 @@ def call(declaration: Declaration, tensors: tuple[Any, ...], options: tuple[Any,
         raise
     if _modes_active():
         return graph.call(declaration, tensors, options)
+    if route is None:
+        return _call_anew(declaration, tensors, options, key)
+    return failure.attempt(_run_recorded if route.needs else _run_unrecorded, route, tensors) or _call_anew(
+        declaration, tensors, options, key
+    )
+
+
+def _call_anew(declaration: Declaration, tensors: tuple[Any, ...], options: tuple[Any, ...], key: Any) -> Any:
+    """Find routes until one compiles, run it and keep it."""
     while True:
+        route = _find_route(declaration, tensors, options)
         if route is None:
-            route = _find_route(declaration, tensors, options)
-            if route is None:
-                return graph.call(declaration, tensors, options)
-            ROUTES.put(key, route)
+            return graph.call(declaration, tensors, options)
+        ROUTES.put(key, route)
         outputs = failure.attempt(_run_recorded if route.needs else _run_unrecorded, route, tensors)
-        if outputs is not failure.RETRY:
+        if outputs is not None:
             return outputs
-        route = None
 
 
 def _call_unusual(declaration: Declaration, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
@@ -93,7 +104,8 @@ def route_for(
     if selection.forward is None:
         raise errors.no_implementation(str(Explanation(selection)))
     route = select.build_route(selection, tensors, options, policy.ACTIVE)
-    policy.logger.info("%s %s: %s", request.declaration.name, request.facts.describe(), route)
+    if policy.logger.isEnabledFor(logging.INFO):
+        policy.logger.info("%s %s: %s", request.declaration.name, request.facts.describe(), route)
     return route
 
 
@@ -121,9 +133,13 @@ def run_forward(route: Route, tensors: Sequence[Any]) -> tuple[tuple[Tensor | No
         outputs = _states_out(route, outputs)
     if route.format is None:
         return outputs, ()
-    if saved.keys() != route.format.field_set:
+    try:
+        residuals = route.format.pick(saved)
+    except KeyError:
+        residuals = ()
+    if len(residuals) != len(saved):
         raise errors.wrong_residuals(route.forward.implementation.name, saved, route.format.field_names)
-    return outputs, tuple(saved[name] for name in route.format.field_names)
+    return outputs, residuals
 
 
 def run_backward(
@@ -187,7 +203,7 @@ def _run_unrecorded(route: Route, tensors: Sequence[Any]) -> Any:
 
 
 def _run_recorded(route: Route, tensors: Sequence[Any]) -> Any:
-    return _Recorded.apply(route, *tensors)
+    return _apply_recorded(route, *tensors)
 
 
 class _Recorded(torch.autograd.Function):
@@ -215,6 +231,10 @@ class _Recorded(torch.autograd.Function):
         if _grad_enabled():  # create_graph=True: a second differentiation must raise, not give zeros
             gradients = _Once.apply(route.declaration.name, gradients, *tensors, *grads)
         return (None, *gradients)
+
+
+# Function.apply's own C function: what Python adds before it (a look for torch.func transforms) was done already.
+_apply_recorded = super(torch.autograd.Function, _Recorded).apply
 
 
 class _Once(torch.autograd.Function):

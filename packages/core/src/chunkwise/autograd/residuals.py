@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,9 +62,9 @@ class ResidualFormat:
         return tuple(field.name for field in self.fields)
 
     @cached_property
-    def field_set(self) -> frozenset[str]:
-        """The names of the fields, to compare with what a backend returned."""
-        return frozenset(self.field_names)
+    def pick(self) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+        """Takes the fields, in order, out of what a forward returned by name; KeyError where one is missing."""
+        return operator.itemgetter(*self.field_names)
 
 
 def chunk_slots(sizes: Mapping[str, Any], ragged: bool) -> Mapping[str, Any]:

@@ -23,13 +23,6 @@ _quarantine: dict[str, BaseException] = {}
 _lock = threading.Lock()
 
 
-class _Retry:
-    """What :func:`attempt` returns when another route must be found."""
-
-
-RETRY = _Retry()
-
-
 def is_quarantined(name: str) -> bool:
     """Whether an implementation failed to compile in this process."""
     return name in _quarantine
@@ -59,14 +52,14 @@ def release_all() -> None:
 
 
 def attempt(run: Callable[[Route, Sequence[Any]], Any], route: Route, tensors: Sequence[Any]) -> Any:
-    """Run a forward; RETRY if its implementation failed to compile and went into quarantine."""
+    """Run a forward; None if its implementation failed to compile and went into quarantine."""
     try:
         return run(route, tensors)
     except Exception as cause:  # sorted right below: only compile failures are recovered from
         if route.forced or not _is_compile_failure(route.forward.implementation.backend, cause):
             raise
         quarantine(route.forward.implementation.name, cause)
-        return RETRY
+        return None
 
 
 def prepare(route: Route, facts: Any) -> bool:

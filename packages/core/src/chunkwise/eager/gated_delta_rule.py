@@ -157,10 +157,11 @@ def _forward_group(group: ChunkGroup, inputs: Inputs, state: Tensor, full: bool)
     chunk = _pack(group, inputs)
     inverse = unit_lower_inverse(_times_pairs(chunk.decay, chunk.keys).mul_(chunk.beta.unsqueeze(-1)))
     saved = _solve(group, chunk, inverse, state)
-    attention = _multiply_pairs_(chunk.decay, chunk.q @ chunk.k.mT)  # the decay is not read again
-    o = _scaled(chunk.q, chunk.from_start) @ saved.states
+    q = chunk.q * chunk.scale
+    attention = _multiply_pairs_(chunk.decay, q @ chunk.k.mT)  # the decay is not read again
+    o = _scaled(q, chunk.from_start) @ saved.states
     o.flatten(0, 1).baddbmm_(attention.flatten(0, 1), saved.v_new.flatten(0, 1))
-    found = {"o": o.mul_(chunk.scale), "g_cumsum": chunk.g_cumsum, **saved._asdict()}
+    found = {"o": o, "g_cumsum": chunk.g_cumsum, **saved._asdict()}
     if full:
         found["w"] = inverse @ _scaled(chunk.k, chunk.beta * chunk.from_start)
     return found

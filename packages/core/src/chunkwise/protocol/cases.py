@@ -35,9 +35,20 @@ def drawn(cases: Iterable[Case], draw: Mapping[str, str]) -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class Budget:
-    """How far an output or gradient may be from the fp64 recurrence, as a multiple of the unavoidable loss."""
+    """How far an output or gradient may be from the fp64 recurrence, as a multiple of the unavoidable loss.
 
-    multiple: float = 4.0
+    Args:
+        half: for bf16 and fp16 activations. What rounding the inputs loses is far more than what fp32 sums lose.
+        full: for fp32 activations, where the two are alike: a chunkwise form adds terms of a whole chunk that nearly
+            cancel, and the loss counts the rounding of the inputs alone.
+    """
+
+    half: float
+    full: float
+
+    def multiple(self, dtype: str) -> float:
+        """The multiple for the dtype of the activations."""
+        return self.full if dtype == "fp32" else self.half
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from chunkwise.protocol.declaration import Declaration, Offsets, Output, Prologu
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling  # other tracers pass fake tensors, which the eager door hands on
 
 
 class Op(Generic[P, R]):
@@ -63,6 +63,7 @@ def op(
     formats: tuple[ResidualFormat, ...],
     static_axes: tuple[str, ...],
     cost: Callable[[Mapping[str, int], int], Cost],
+    budget: Budget,
     constraints: tuple[Divides, ...] = (),
     contracts: tuple[Contract, ...] = (),
     states: tuple[str, ...] = (),
@@ -71,7 +72,6 @@ def op(
     prologue: Prologue | None = None,
     cases: tuple[Case, ...] = (),
     benchmarks: tuple[Case, ...] = (),
-    budget: Budget | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declare an op. The decorated function's signature (jaxtyping) is the interface, its body the reference.
 
@@ -106,7 +106,7 @@ def op(
             cases=cases,
             benchmarks=benchmarks,
             cost=cost,
-            budget=budget or Budget(),
+            budget=budget,
         )
         return Op(declare(reference, promises), reference)
 

@@ -87,10 +87,15 @@ class Implementation:
         """Whether no hard rule that reads only the given facts refuses; rules that read more are left out."""
         return all(rule.holds(facts) for rule in self.rules if rule.kind.hard and rule.reads <= facts.names)
 
+    @cached_property
+    def _functions(self) -> dict[str, Callable[..., Any]]:
+        return {}
+
     def function(self, part: str) -> Callable[..., Any]:
-        """Import ``forward``, ``backward`` or ``compile``."""
-        function: Callable[..., Any] = resolve(getattr(self, part))
-        return function
+        """``forward``, ``backward`` or ``compile``, imported when it is first asked for."""
+        if part not in self._functions:
+            self._functions[part] = resolve(getattr(self, part))
+        return self._functions[part]
 
 
 def resolve(path: str) -> Any:

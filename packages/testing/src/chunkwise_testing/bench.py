@@ -47,7 +47,7 @@ class Figure:
 
 
 def interleaved_us(*sides: Callable[[], object], calls: int | Sequence[int], repeats: int) -> list[float]:
-    """Median microseconds a call of each side, taken in turn; ``calls`` of one side make a sample (one number, or each)."""
+    """Median microseconds a call of each side, taken in turn; a sample is so many calls (of all, or of each side)."""
     counts = [calls] * len(sides) if isinstance(calls, int) else calls
     for side in sides:
         side()

@@ -133,13 +133,9 @@ def run_forward(route: Route, tensors: Sequence[Any]) -> tuple[tuple[Tensor | No
         outputs = _states_out(route, outputs)
     if route.format is None:
         return outputs, ()
-    try:
-        residuals = route.format.pick(saved)
-    except KeyError:
-        residuals = ()
-    if len(residuals) != len(saved):
+    if len(saved) != len(route.format.fields) or not all(map(saved.__contains__, route.format.field_names)):
         raise errors.wrong_residuals(route.forward.implementation.name, saved, route.format.field_names)
-    return outputs, residuals
+    return outputs, route.format.pick(saved)
 
 
 def run_backward(

@@ -2,7 +2,7 @@
 
 A row's `facts` hold `sizes`, `dtypes` and `flags` as the dispatcher sees them, `needs` (the arguments whose gradient is
 taken: the time is that of forward and backward then, of the forward alone without) and, for a ragged call, `offsets`.
-Rows of GPUs that this machine does not have are named and left alone.
+Rows of GPUs that this machine does not have, and rows against a peer library, are named and left alone.
 """
 
 from __future__ import annotations
@@ -76,6 +76,12 @@ def _op_of(implementation: str) -> str:
         if known.name == implementation:
             return known.op
     raise UnknownNameError(f"no implementation is called {implementation!r}")
+
+
+def _is_ours(name: str) -> bool:
+    from chunkwise.dispatcher.registry import registry
+
+    return any(known.name == name for _, known in registry().implementations())
 
 
 def runner(name: str, call: Call, needs: Sequence[str]) -> Callable[[], Any]:
@@ -178,6 +184,9 @@ def remeasure(path: Path, repeats: int, write: bool) -> bool:
     holds = True
     for name, row in rows.items():
         device = torch_device(row)
+        if not _is_ours(row.against):
+            print(f"{name}: not measured, {row.against} is a peer and no implementation")
+            continue
         if device is None:
             print(f"{name}: not measured, this machine has no {row.gpu} of {row.sm_count} SMs")
             continue

@@ -112,7 +112,7 @@ def test_parity_command_prints_the_matrix(capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         commands.parity(["--backend", "nothing"])
     assert "known backends" in capsys.readouterr().err
-    code = "import sys; from chunkwise_testing.commands import parity; sys.exit(parity(['--backend', 'triton']))"
+    code = "import sys; from chunkwise_testing.commands import parity; sys.exit(parity(['--backend', 'tilelang']))"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no implementation" in done.stdout

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from chunkwise_testing.suite.accuracy import Accuracy
+from chunkwise_testing.suite.base import Suite
 from chunkwise_testing.suite.gradients import Gradients
 from chunkwise_testing.suite.graphs import CudaGraphs, Graphs
 from chunkwise_testing.suite.memory import Memory
@@ -30,6 +32,16 @@ SUITE: tuple[Any, ...] = (
 
 
 def generate(backend: str) -> dict[str, type]:
-    """Test classes for a backend, by name; those that have nothing to test on it are left out."""
+    """Test classes for a backend, by name; what has nothing to test on it is left out, a class or a test."""
     bound = [type(f"Test{suite.__name__}", (suite,), {"backend": backend, "__doc__": suite.__doc__}) for suite in SUITE]
+    for cls in bound:
+        if issubclass(cls, Suite) and not any(subject.device == "cuda" for subject in cls.subjects()):
+            for name in _gpu_tests(cls):
+                setattr(cls, name, None)
     return {cls.__name__: cls for cls in bound if cls.applies()}  # type: ignore[attr-defined]
+
+
+def _gpu_tests(cls: type) -> list[str]:
+    """The tests of a class that run on a GPU alone."""
+    tests = inspect.getmembers(cls, inspect.isfunction)
+    return [name for name, test in tests if "on_gpu" in inspect.signature(test).parameters]

@@ -159,7 +159,7 @@ BENCHMARKS = tuple(
     ),
     cases=drawn(CASES, DRAW),
     benchmarks=drawn(BENCHMARKS, DRAW),
-    budget=Budget(half=3.0, full=8.0),
+    budget=Budget(half=4.0, full=8.0),
 )
 def chunk_gated_delta_rule(
     q: Float[Tensor, "B T H K"],

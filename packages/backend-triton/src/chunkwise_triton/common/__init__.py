@@ -1,0 +1,1 @@
+"""Pieces that the kernels of several ops share."""

@@ -1,0 +1,51 @@
+"""The table of the gated delta rule on Triton. Imports no kernel language."""
+
+from __future__ import annotations
+
+from chunkwise.verifier.device import INTERPRETER
+from chunkwise.verifier.facts import Facts
+from chunkwise.verifier.implementation import Implementation
+from chunkwise.verifier.refusal import Kind
+from chunkwise.verifier.rules import Rule, same_dtype, size_at_most
+from chunkwise_triton.gated_delta_rule import schedules
+
+# GPUs follow when every configuration passes the parity suite there: NOTES.md says which ones do not yet.
+ARCHS = ("interpreter",)
+
+
+def _with_activations(facts: Facts, dtype: str) -> Facts:
+    for name in ("q", "k", "v"):
+        facts = facts.with_dtype(name, dtype)
+    return facts
+
+
+def _without_bf16(facts: Facts) -> Facts:
+    if all(facts.dtype(name) == "bf16" for name in ("q", "k", "v")):
+        return _with_activations(facts, "fp16")
+    return facts.with_dtype("v", "fp16") if facts.dtype("v") == "bf16" else facts
+
+
+NO_INTERPRETED_BF16 = Rule(
+    name="bf16 is not interpreted",
+    kind=Kind.UNSUPPORTED,
+    reads=frozenset({"device", "dtype:v"}),
+    holds=lambda f: not (f.device.kind == "interpreter" and f.dtype("v") == "bf16"),
+    message=lambda f: "Triton's interpreter computes products of bf16 wrongly",
+    remedy="use fp16 or fp32 under TRITON_INTERPRET=1",
+    violate=lambda f: _with_activations(f.on(INTERPRETER), "bf16"),
+    satisfy=_without_bf16,
+)
+
+SPLIT = Implementation(
+    "triton/gated_delta_rule/split",
+    op="chunk_gated_delta_rule",
+    rank=100,
+    archs=ARCHS,
+    requires=(same_dtype("q k v"), size_at_most("K", 256), size_at_most("V", 256), NO_INTERPRETED_BF16),
+    schedule=schedules.schedule,
+    forward="chunkwise_triton.gated_delta_rule.launch:forward",
+    backward="chunkwise_triton.gated_delta_rule.launch:backward",
+    residuals=("gdn-wy64@1", "gdn-states64@1"),
+)
+
+IMPLEMENTATIONS = (SPLIT,)

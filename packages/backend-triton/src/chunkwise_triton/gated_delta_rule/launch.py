@@ -1,0 +1,218 @@
+"""Launches of the gated delta rule: allocates what the kernels write and calls them in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from chunkwise_triton.common.chunks import ChunkMap, chunk_map
+from chunkwise_triton.common.gates import gate_kernel
+from chunkwise_triton.common.l2norm import l2_normalise, l2_normalise_backward
+from chunkwise_triton.common.state_scan import scan_backward_kernel, scan_kernel
+from chunkwise_triton.gated_delta_rule import kernels
+from chunkwise_triton.gated_delta_rule.schedules import Schedule, Tile
+
+LEAN = ("g_cumsum", "inverse")
+FULL = ("g_cumsum", "inverse", "w", "v_new", "states")
+GATE_HEADS = 8  # heads that one program of the gate kernel sums
+_DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+
+
+class _Call:
+    """One call's sizes, chunk map and constants, shared by its launches."""
+
+    def __init__(self, schedule: Schedule, inputs: Any) -> None:
+        self.schedule = schedule
+        self.q, self.k = inputs.q, inputs.k
+        if inputs.use_qk_l2norm_in_kernel:
+            self.q, self.k = l2_normalise(inputs.q), l2_normalise(inputs.k)
+        self.v, self.g, self.beta, self.scale = inputs.v, inputs.g, inputs.beta, inputs.scale
+        self.heads, self.key_width = inputs.k.shape[2:]
+        self.value_heads, self.value_width = inputs.v.shape[2:]
+        self.map: ChunkMap = chunk_map(inputs.v, inputs.cu_seqlens, schedule.chunk_size)
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        """What every kernel is compiled for, and its tile."""
+        return {
+            "H": self.heads,
+            "HV": self.value_heads,
+            "K": self.key_width,
+            "V": self.value_width,
+            "C": self.schedule.chunk_size,
+            "BK": self.schedule.block_k,
+            "BV": tile.block_v,
+            "DOT": _DTYPES[self.schedule.dot],
+            "RAGGED": self.map.ragged,
+            "num_warps": tile.warps,
+        }
+
+    def per_chunk(self, kernel: Any, tile: Tile, programs: int, *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel with some programs a chunk."""
+        if self.map.slots == 0:
+            return
+        where = (self.map.cu_seqlens, self.map.table, self.v.shape[1], self.map.chunks_per_row)
+        kernel[(self.map.slots * programs,)](
+            *arguments, *where, **self.constants(tile), num_stages=tile.stages, **constants
+        )
+
+    def per_state(self, kernel: Any, tile: Tile, *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel whose programs are column blocks of the states of the sequences."""
+        blocks = -(-self.value_width // tile.block_v)
+        programs = self.map.sequences * self.value_heads * blocks
+        if programs == 0:
+            return
+        where = (self.map.cu_seqlens, self.map.first_slots, self.v.shape[1], self.map.chunks_per_row)
+        kernel[(programs,)](*arguments, *where, **self.constants(tile), STAGES=tile.stages, **constants)
+
+    def rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An output in the shape of ``like``; rows of padding, which only ragged calls can have, are zero."""
+        make = torch.zeros_like if self.map.ragged else torch.empty_like
+        return make(like, dtype=dtype or like.dtype)
+
+    def states(self) -> Tensor:
+        """One state a chunk slot, in the activations' dtype."""
+        shape = (self.map.slots, self.value_heads, self.key_width, self.value_width)
+        return torch.empty(shape, dtype=self.v.dtype, device=self.v.device)
+
+    def state(self) -> Tensor:
+        """One fp32 state a sequence."""
+        shape = (self.map.sequences, self.value_heads, self.key_width, self.value_width)
+        return torch.empty(shape, dtype=torch.float32, device=self.v.device)
+
+
+def forward(
+    schedule: Schedule, inputs: Any, save: str | None
+) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
+    """``(o, final_state)`` and the residuals of the format ``save``."""
+    call = _Call(schedule, inputs)
+    saved = {"inverse": inputs.v.new_empty(*inputs.g.shape, schedule.chunk_size), **_gates(call)}
+    saved |= _solve(call, saved, invert=True)
+    final = call.state() if inputs.output_final_state else None
+    saved["states"] = _scan(call, saved, inputs.initial_state, final)
+    o = call.rows(inputs.v)
+    call.per_chunk(
+        kernels.output_kernel, schedule.output, call.value_heads,
+        call.q, call.k, saved["v_new"], call.g, saved["states"], o, call.scale,
+    )  # fmt: skip
+    return (o, final), {name: saved[name] for name in _fields(save)}
+
+
+def _gates(call: _Call) -> dict[str, Tensor]:
+    """The gate sums, and the decays from each row to its chunk's end and over each chunk."""
+    g_cumsum = torch.empty_like(call.g, dtype=torch.float32)
+    to_end = torch.empty_like(g_cumsum)
+    whole = g_cumsum.new_empty(call.map.slots, call.value_heads)
+    if call.map.slots:
+        blocks = -(-call.value_heads // GATE_HEADS)
+        where = (call.map.cu_seqlens, call.map.table, call.v.shape[1], call.map.chunks_per_row)
+        gate_kernel[(call.map.slots * blocks,)](
+            call.g, g_cumsum, to_end, whole, *where,
+            HV=call.value_heads, C=call.schedule.chunk_size, HEADS=GATE_HEADS, RAGGED=call.map.ragged,
+        )  # fmt: skip
+    return {"g_cumsum": g_cumsum, "to_end": to_end, "whole": whole}
+
+
+def _fields(save: str | None) -> tuple[str, ...]:
+    return () if save is None else FULL if save.startswith("gdn-states64") else LEAN
+
+
+def _solve(call: _Call, saved: dict[str, Tensor], invert: bool) -> dict[str, Tensor]:
+    """w and, in v_new's place, u; the inverse first, where ``invert``."""
+    w = call.v.new_empty(*call.v.shape[:3], call.key_width)
+    u = torch.empty_like(call.v)
+    call.per_chunk(
+        kernels.wy_kernel, call.schedule.wy, call.value_heads,
+        call.k, call.v, call.g, call.beta, saved["inverse"], w, u,
+        INVERT=invert, INVERSE_DOT=_DTYPES[call.schedule.inverse_dot],
+    )  # fmt: skip
+    return {"w": w, "v_new": u}
+
+
+def _scan(call: _Call, saved: dict[str, Tensor], initial: Tensor | None, final: Tensor | None) -> Tensor:
+    """Turn u into v_new; returns the entry state of every chunk."""
+    states = call.states()
+    call.per_state(
+        scan_kernel, call.schedule.scan,
+        call.k, saved["w"], saved["v_new"], saved["to_end"], saved["whole"],
+        states, _or(initial, states), _or(final, states),
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+    )  # fmt: skip
+    return states
+
+
+def _or(tensor: Tensor | None, never_read: Tensor) -> Tensor:
+    return never_read if tensor is None else tensor
+
+
+def backward(
+    schedule: Schedule, inputs: Any, residuals: Any, grads: tuple[Tensor | None, Tensor | None], needs: frozenset[str]
+) -> dict[str, Tensor]:
+    """The gradients named in ``needs``, from the gradients of o and of final_state."""
+    call = _Call(schedule, inputs)
+    d_o, d_final = grads
+    saved = {**residuals.tensors, **_gates(call)}
+    if "states" not in saved:
+        saved |= _solve(call, saved, invert=False)
+        saved["states"] = _scan(call, saved, inputs.initial_state, None)
+    d_v_new, d_states, d_initial = _scan_backward(call, saved, d_o, d_final, "initial_state" in needs)
+    found = _input_gradients(call, inputs, saved, d_o, (d_v_new, d_states))
+    if inputs.use_qk_l2norm_in_kernel:
+        for name in ("q", "k"):
+            found[name] = l2_normalise_backward(getattr(inputs, name), found[name])
+    if d_initial is not None:
+        found["initial_state"] = d_initial
+    return {name: found[name] for name in needs}
+
+
+def _scan_backward(
+    call: _Call, saved: dict[str, Tensor], d_o: Tensor | None, d_final: Tensor | None, initial: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of v_new, of every chunk's exit state, and of the initial state where it is needed."""
+    d_v_new, d_states = torch.empty_like(call.v), call.states()
+    d_initial = call.state() if initial else None
+    if d_o is not None:
+        call.per_chunk(
+            kernels.local_gradient_kernel, call.schedule.local, call.value_heads,
+            call.q, call.k, call.g, d_o, d_v_new, call.scale,
+        )  # fmt: skip
+    call.per_state(
+        scan_backward_kernel, call.schedule.scan_backward,
+        call.q, call.k, saved["w"], saved["g_cumsum"], saved["to_end"], saved["whole"],
+        _or(d_o, call.v), d_v_new, d_states,
+        _or(d_initial, d_states), _or(d_final, d_states), call.scale,
+        HAS_DO=d_o is not None, HAS_INITIAL=initial, HAS_FINAL=d_final is not None,
+    )  # fmt: skip
+    return d_v_new, d_states, d_initial
+
+
+def _input_gradients(
+    call: _Call, inputs: Any, saved: dict[str, Tensor], d_o: Tensor | None, flows: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
+    """Gradients of q, k (of the normalised ones, in fp32, under the L2 norm), v, g and beta."""
+    wide = torch.float32 if inputs.use_qk_l2norm_in_kernel else None
+    found = {"q": call.rows(call.q, wide), "k": call.rows(call.k, wide)}
+    found |= {name: call.rows(getattr(call, name)) for name in ("v", "g", "beta")}
+    d_v_new, d_states = flows
+    schedule, d_o_or_any = call.schedule, _or(d_o, call.v)
+    parts = schedule.block_k // schedule.gradient_block_k
+    plane = call.g.numel()
+    state_dq, state_dk = (torch.empty_like(x, dtype=torch.float32) for x in (call.q, call.k))
+    sums = state_dq.new_empty(parts, 3, *call.g.shape)
+    state_sums = state_dq.new_empty(parts, call.map.slots, call.value_heads)
+    call.per_chunk(
+        kernels.state_gradient_kernel, schedule.state_gradient, call.heads * parts,
+        call.q, call.k, saved["g_cumsum"], saved["to_end"], call.beta, saved["inverse"], saved["v_new"],
+        saved["states"], d_o_or_any, d_v_new, d_states, state_dq, state_dk, sums, state_sums, plane, call.scale,
+        BLOCK_K=schedule.gradient_block_k, HAS_DO=d_o is not None,
+    )  # fmt: skip
+    call.per_chunk(
+        kernels.pair_gradient_kernel, schedule.pair_gradient, call.heads,
+        call.q, call.k, call.v, call.g, call.beta, saved["inverse"], saved["v_new"], saved["whole"], d_o_or_any,
+        d_v_new, state_dq, state_dk, sums, state_sums, plane,
+        *(found[name] for name in ("q", "k", "v", "g", "beta")), call.scale,
+        PARTS=parts, HAS_DO=d_o is not None,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,50 @@
+"""Runs the parity suite of the Triton backend on Triton's interpreter, which must be chosen before triton is imported.
+
+By default a covering selection of a few minutes: every declared case in fp32 and fp16, ragged offsets, padding,
+splitting, gradient subsets, equal bits. Arguments go to pytest instead (``-k ...``).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from _scaffold import PACKAGES
+
+LEAN = "triton.split-gdn-wy64 and not torch.chunkwise"
+COVERING = (
+    "(TestAccuracy and triton.split and not torch.chunkwise and (fp32 or fp16)"
+    f" or {LEAN} and (test_offsets and fp32 or test_padding_holds_nan or test_public_backward"
+    " or test_absent_gradient or test_final_state_is_fresh or test_token_by_token or test_opcheck))"
+)
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    """The pytest command."""
+    tests = PACKAGES / "backend-triton" / "tests" / "test_parity_triton.py"
+    chosen = list(arguments) or ["-k", COVERING]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist=worksteal",
+        "-q",
+        "-m",
+        "interpreter",
+        str(tests),
+        *chosen,
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; pytest's exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return subprocess.run(command(arguments), env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

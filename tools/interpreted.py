@@ -16,7 +16,7 @@ from _scaffold import PACKAGES
 LEAN = "triton.split-gdn-wy64 and not torch.chunkwise"
 COVERING = (
     "(TestAccuracy and triton.split and not torch.chunkwise and (fp32 or fp16)"
-    f" or {LEAN} and (test_offsets and fp32 or test_padding_holds_nan or test_public_backward"
+    f" or {LEAN} and ((test_offsets or test_padding_holds_nan) and fp32 or test_public_backward"
     " or test_absent_gradient or test_final_state_is_fresh or test_token_by_token or test_opcheck))"
 )
 

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 pytest.register_assert_rewrite("chunkwise_testing.suite")
+# Read when torch loads. Test workers share the cores: threads that spin while they wait take them from the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 VARIABLE = "chunkwise_backend"
 CELL_PROPERTY = "chunkwise_cell"

@@ -1,6 +1,7 @@
 """Kernels compiled for their architectures with no GPU: what a tile takes on chip is what its schedule says at most."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import triton
@@ -11,14 +12,16 @@ from triton.compiler import ASTSource
 from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
+from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
 from chunkwise_triton.common import state_scan
 from chunkwise_triton.gated_delta_rule import kernels, schedules
 
+NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 DOT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 FP32 = ["g", "g_cumsum", "to_end", "whole", "beta", "dg", "d_beta", "sums", "state_sums", "state_dq", "state_dk"]
 FP32 += ["initial_state", "final_state", "d_initial", "d_final"]
 INT32 = ["cu_seqlens", "table", "first_slots"]
-SCALARS = {"T": "i32", "per_row": "i32", "plane": "i32", "scale": "fp32"}
+SCALARS = {"T": "i32", "per_row": "i32", "scale": "fp32"}
 SCAN = {"HAS_INITIAL": True, "HAS_FINAL": True}
 KERNELS = {
     "wy": (kernels.wy_kernel, {"INVERT": True}),
@@ -26,25 +29,26 @@ KERNELS = {
     "output": (kernels.output_kernel, {}),
     "local": (kernels.local_gradient_kernel, {}),
     "scan_backward": (state_scan.scan_backward_kernel, {**SCAN, "HAS_DO": True}),
+    "solve": (kernels.solve_gradient_kernel, {}),
     "state_gradient": (kernels.state_gradient_kernel, {"HAS_DO": True}),
     "pair_gradient": (kernels.pair_gradient_kernel, {"HAS_DO": True}),
 }
 
 
-def facts(device, dtype, key_width, value_width, sequences):
-    sizes = {"B": sequences, "T": 4096, "H": 4, "HV": 8, "K": key_width, "V": value_width, "N": sequences}
+def facts(device, dtype, key_width, value_width, sequences=1, heads=(4, 8)):
+    sizes = {"B": sequences, "T": 4096, "H": heads[0], "HV": heads[1], "K": key_width, "V": value_width, "N": sequences}
     return Facts("chunk_gated_delta_rule", FAKE_DEVICES[device], sizes, dict.fromkeys("qkv", dtype))
 
 
-def compiled(name, call, schedule):
+def compiled(name, call, schedule, ragged=True):
     """The kernel of one tile, compiled for the device of the facts."""
     kernel, constants = KERNELS[name]
     tile = getattr(schedule, name)
     values = {
         **{axis: call.size(axis) for axis in ("H", "HV", "K", "V")},
-        **{"C": 64, "BK": schedule.block_k, "BV": tile.block_v, "DOT": DOT[schedule.dot], "RAGGED": True},
-        **{"INVERSE_DOT": DOT[schedule.inverse_dot], "STAGES": tile.stages, "BLOCK_K": schedule.gradient_block_k},
-        **{"PARTS": schedule.block_k // schedule.gradient_block_k, **constants},
+        **{"C": 64, "BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows},
+        **{"DOT": DOT[schedule.dot], "INVERSE_DOT": DOT[schedule.inverse_dot], "RAGGED": ragged},
+        **{"STAGES": tile.stages, "PARTS": -(-call.size("K") // schedule.state_gradient.block_k), **constants},
     }
     activations = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}[schedule.dot]
     signature = {}
@@ -54,36 +58,83 @@ def compiled(name, call, schedule):
         if name == "state_gradient":
             kinds |= {"dq": "*fp32", "dk": "*fp32"}
         signature[argument] = kinds.get(argument, activations)
-    constexprs = {argument: values[argument] for argument, kind in signature.items() if kind == "constexpr"}
+    constexprs = {(i,): values[a] for i, (a, kind) in enumerate(signature.items()) if kind == "constexpr"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    stages = 1 if "STAGES" in constexprs else tile.stages
+    stages = 1 if "STAGES" in signature else tile.stages
     target = GPUTarget("cuda", int(call.device.arch.removeprefix("sm")), 32)
     return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": stages})
 
 
 COVERING = [
     ("H200", "bf16", 128, 128, 1),
-    ("RTX 4090", "fp16", 64, 128, 64),
+    ("H200", "bf16", 24, 40, 64),
+    ("RTX 4090", "fp16", 256, 256, 1),
+    ("RTX 4090", "fp32", 256, 256, 1),
 ]
 
 
 @pytest.mark.parametrize(("device", "dtype", "key_width", "value_width", "sequences"), COVERING)
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_shared_memory_is_within_the_schedule(name, device, dtype, key_width, value_width, sequences):
+def test_compiled_kernels(name, device, dtype, key_width, value_width, sequences):
+    """A tile takes no more shared memory than its schedule says, and its matrix instructions read the right tiles."""
     call = facts(device, dtype, key_width, value_width, sequences)
     schedule = schedules.schedule(call)
-    taken = compiled(name, call, schedule).metadata.shared
+    kernel = compiled(name, call, schedule)
     promised = getattr(schedule, name).shared_memory_bytes
-    assert taken <= promised <= call.device.shared_memory_bytes
+    assert kernel.metadata.shared <= promised <= call.device.shared_memory_bytes
+    if call.device.arch == "sm90":
+        assert not wrong_descriptors(disassemble(kernel.asm["cubin"], NVDISASM))
+
+
+MISCOMPILED = """
+        /*1f50*/                   UMOV UR11, 0x80000020 ;
+        /*1f70*/                   HGMMA.64x32x16.F32 R24, gdesc[UR8].tnspA.tnspB, RZ, !UPT ;
+        /*1f80*/                   UIADD3 UR4, UP0, UR7, 0x40, URZ ;
+        /*1f90*/                   UIADD3.64 UR8, UR16, 0x7e, URZ ;
+        /*1fa0*/                   UIADD3.X UR5, UR7, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*1fb0*/                   UMOV UR10, UR4 ;
+        /*1fd0*/                   UMOV UR11, UR5 ;
+        /*2040*/                   HGMMA.64x32x16.F32 R24, gdesc[UR8].tnspA.tnspB, R24 ;
+"""
+BEFORE = "/*0000*/ UMOV UR9, 0x40000040 ;\n/*0010*/ UMOV UR17, 0x40000040 ;\n"
+
+
+def test_a_register_that_nothing_wrote_is_found():
+    """As ptxas 12.8 compiled a 64 x 32 tile behind 64 x 64 ones: UR7 is read, and never written."""
+    (found,) = wrong_descriptors(BEFORE + MISCOMPILED)
+    assert found.startswith("UR11 is never written")
+    assert "/*2040*/" in found
+
+
+def test_the_same_code_with_the_right_base_is_not():
+    right = MISCOMPILED.replace("UIADD3.X UR5, UR7,", "UIADD3.X UR5, URZ,")
+    assert not wrong_descriptors(BEFORE + right)
+    wrong = MISCOMPILED.replace("UIADD3.X UR5, UR7,", "UIADD3.X UR5, UR11,")
+    assert wrong_descriptors(BEFORE + wrong)
+
+
+def test_16_bit_tiles_are_128_bytes_wide():
+    """What keeps ptxas from the fault: one layout for all tiles, but for the states of the scans."""
+    for key_width, value_width in ((16, 16), (24, 40), (128, 16)):
+        schedule = schedules.schedule(facts("H200", "bf16", key_width, value_width))
+        tiles = [getattr(schedule, name) for name in KERNELS if not name.startswith("scan")]
+        assert all(min(tile.block_k, tile.block_v) >= 64 for tile in tiles)
 
 
 def test_a_device_that_is_too_small_is_told_so():
-    call = facts("RTX 4090", "fp32", 256, 256, 1)
+    call = facts("RTX 4090", "fp32", 256, 256)
     tiny = dataclasses.replace(call.device, shared_memory_bytes=20_000)
     found = schedules.schedule(call.on(tiny))
     assert isinstance(found, DoesNotFit)
     assert found.need_bytes > found.have_bytes == 20_000
+
+
+@pytest.mark.parametrize("device", ["A100", "RTX 4090", "H200", "B200", "RTX 5090", "GB10"])
+@pytest.mark.parametrize("dtype", sorted(DOT))
+@pytest.mark.parametrize("widths", [(16, 16), (256, 256), (256, 16), (80, 48)])
+def test_every_width_has_a_schedule_everywhere(device, dtype, widths):
+    assert isinstance(schedules.schedule(facts(device, dtype, *widths)), schedules.Schedule)
 
 
 def test_few_and_many_states_take_other_tiles():

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chunkwise_triton.common.launch import launch
+
 _SCAN_BLOCK = 1024
 _LOOKUP_BLOCK = 128
 
@@ -49,12 +51,10 @@ def chunk_map(like: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> Chunk
     slots = per_row + sequences
     first_slots = torch.empty(sequences + 1, dtype=torch.int32, device=like.device)
     table = torch.empty(slots, 2, dtype=torch.int32, device=like.device)
-    _count_kernel[(1,)](cu_seqlens, first_slots, sequences, rows, chunk_size, BLOCK=_SCAN_BLOCK)
-    if slots:
-        steps = max(sequences, 1).bit_length()
-        _lookup_kernel[(triton.cdiv(slots, _LOOKUP_BLOCK),)](
-            first_slots, table, sequences, slots, steps, BLOCK=_LOOKUP_BLOCK
-        )
+    launch(_count_kernel, 1, (cu_seqlens, first_slots, sequences, rows), {"C": chunk_size, "BLOCK": _SCAN_BLOCK})
+    steps = max(sequences, 1).bit_length()
+    blocks = triton.cdiv(slots, _LOOKUP_BLOCK)
+    launch(_lookup_kernel, blocks, (first_slots, table, sequences, slots, steps), {"BLOCK": _LOOKUP_BLOCK})
     return ChunkMap(True, slots, sequences, per_row, cu_seqlens, first_slots, table)
 
 

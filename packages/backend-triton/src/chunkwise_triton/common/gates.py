@@ -7,7 +7,7 @@ difference, not of the sums. All gates are natural-log decays.
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.chunks import locate
+from chunkwise_triton.common.tiles import chunk_program, load_vector, store_vector
 
 # exp is 0 in fp32 far above this; a gate of -inf would give NaN in inf - inf.
 LOWEST_GATE = tl.constexpr(-1e4)
@@ -17,42 +17,47 @@ LOWEST_GATE = tl.constexpr(-1e4)
 def chunk_gates(g, first, rows, head, HEADS, C: tl.constexpr):
     """Inclusive sums of g ``[B, T, HEADS]`` over the rows of a chunk as (high, low), each ``[C]`` fp32."""
     t = tl.arange(0, C)
-    values = tl.load(g + (first + t) * HEADS + head, mask=t < rows, other=0.0).to(tl.float32)
-    values = tl.maximum(values, LOWEST_GATE)
-    sums = tl.cumsum(values.to(tl.float64), 0)
+    sums = tl.cumsum(tl.maximum(load_vector(g, first, t, rows, head, HEADS), LOWEST_GATE).to(tl.float64), 0)
     high = sums.to(tl.float32)
     return high, (sums - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def store_gates(high, low, g_cumsum, to_end, whole, slot, first, rows, head, HEADS, C: tl.constexpr):
+    """Write the sums G ``[B, T, HEADS]``, ``exp(G_C - G_t)`` and, ``[slots, HEADS]``, ``exp(G_C)`` of a chunk."""
+    t = tl.arange(0, C)
+    last = t == C - 1  # rows past the chunk's last add nothing
+    high_end = tl.sum(tl.where(last, high, 0.0), 0)
+    low_end = tl.sum(tl.where(last, low, 0.0), 0)
+    store_vector(g_cumsum, high, first, t, rows, head, HEADS)
+    store_vector(to_end, tl.exp((high_end - high) + (low_end - low)), first, t, rows, head, HEADS)
+    tl.store(whole + slot.to(tl.int64) * HEADS + head, tl.exp(high_end))
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def gate_kernel(
     g, g_cumsum, to_end, whole, cu_seqlens, table, T, per_row,
-    HV: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, RAGGED: tl.constexpr,
+    HV: tl.constexpr, C: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Of every chunk: the inclusive sums G ``[B, T, HV]``, ``exp(G_C - G_t)`` and ``exp(G_C)`` ``[slots, HV]``."""
-    blocks: tl.constexpr = (HV + HEADS - 1) // HEADS
-    slot = tl.program_id(0) // blocks
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
-    if rows <= 0:
-        return
-    t = tl.arange(0, C)
-    hv = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
-    mask = (t < rows)[:, None] & (hv < HV)[None, :]
-    at = (first + t[:, None]) * HV + hv[None, :]
-    values = tl.maximum(tl.load(g + at, mask=mask, other=0.0).to(tl.float32), LOWEST_GATE)  # [C, HEADS]
-    sums = tl.cumsum(values.to(tl.float64), 0)
-    total = tl.sum(values.to(tl.float64), 0)
-    tl.store(g_cumsum + at, sums.to(tl.float32), mask=mask)
-    tl.store(to_end + at, tl.exp((total[None, :] - sums).to(tl.float32)), mask=mask)
-    tl.store(whole + slot.to(tl.int64) * HV + hv, tl.exp(total.to(tl.float32)), mask=hv < HV)
+    """``store_gates`` alone, for a backward that keeps all else from the forward."""
+    slot, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
+    if rows > 0:
+        high, low = chunk_gates(g, first, rows, hv, HV, C)
+        store_gates(high, low, g_cumsum, to_end, whole, slot, first, rows, hv, HV, C)
 
 
 @triton.jit
-def pair_decay(high, low, C: tl.constexpr):
-    """``exp(G_t - G_s)`` ``[C, C]`` for s <= t, zero above the diagonal; masked before exp, so nothing overflows."""
+def pair_decay(high, low, C: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """``exp(G_t - G_s)`` ``[C, C]`` for s <= t, zero above the diagonal; masked before exp, so nothing overflows.
+
+    TRANSPOSED: s are the rows.
+    """
     t = tl.arange(0, C)
-    keep = t[:, None] >= t[None, :]
     exponent = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    keep = t[:, None] >= t[None, :]
+    if TRANSPOSED:
+        exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
+        keep = t[:, None] <= t[None, :]
     return tl.where(keep, tl.exp(tl.where(keep, exponent, 0.0)), 0.0)
 
 

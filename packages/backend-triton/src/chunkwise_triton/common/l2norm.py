@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chunkwise_triton.common.launch import launch
+
 _EPS = tl.constexpr(1e-6)
 _ROWS = 16
 
@@ -13,9 +15,8 @@ def l2_normalise(x: Tensor) -> Tensor:
     """Normalise the last axis of a contiguous tensor; fp32 inside, the result in x's dtype."""
     y = torch.empty_like(x)
     width, rows = x.shape[-1], x.numel() // x.shape[-1]
-    if rows:
-        grid = (triton.cdiv(rows, _ROWS),)
-        _forward_kernel[grid](x, y, rows, width, ROWS=_ROWS, BLOCK=triton.next_power_of_2(width))
+    constants = {"WIDTH": width, "ROWS": _ROWS, "BLOCK": triton.next_power_of_2(width)}
+    launch(_forward_kernel, triton.cdiv(rows, _ROWS), (x, y, rows), constants)
     return y
 
 
@@ -23,29 +24,28 @@ def l2_normalise_backward(x: Tensor, dy: Tensor) -> Tensor:
     """The gradient with respect to the raw x, in x's dtype."""
     dx = torch.empty_like(x)
     width, rows = x.shape[-1], x.numel() // x.shape[-1]
-    if rows:
-        grid = (triton.cdiv(rows, _ROWS),)
-        _backward_kernel[grid](x, dy, dx, rows, width, ROWS=_ROWS, BLOCK=triton.next_power_of_2(width))
+    constants = {"WIDTH": width, "ROWS": _ROWS, "BLOCK": triton.next_power_of_2(width)}
+    launch(_backward_kernel, triton.cdiv(rows, _ROWS), (x, dy, dx, rows), constants)
     return dx
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(x, y, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _forward_kernel(x, y, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
+    mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
     tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     factor = tl.rsqrt(tl.sum(tile * tile, 1) + _EPS)
     tl.store(y + at, (tile * factor[:, None]).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_kernel(x, dy, dx, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _backward_kernel(x, dy, dx, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
+    mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
     tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     factor = tl.rsqrt(tl.sum(tile * tile, 1) + _EPS)[:, None]

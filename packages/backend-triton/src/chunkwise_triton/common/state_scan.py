@@ -4,20 +4,22 @@ One program carries BV columns of one state. With ``key_out = exp(G_C - G_t) k``
 
     forward    v_new = u - w S                        S' = exp(G_C) S + key_out^T v_new
     backward   d_v_new += key_out dS'                 dS = exp(G_C) dS' + scale query_in^T d_o - w^T d_v_new
+
+A chunk's rows do not depend on one another here, so where shared memory is small they are taken ROWS at a time.
 """
 
 import triton
 import triton.language as tl
 
 from chunkwise_triton.common.chunks import span
-from chunkwise_triton.common.pointers import rows_pointer, state_pointer
+from chunkwise_triton.common.tiles import load_rows, load_state, load_vector, store_rows, store_state
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def scan_kernel(
     k, w, v_new, to_end, whole, states, initial_state, final_state, cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Turns u into v_new in place; writes the entry state of every chunk, and the state behind the last token."""
@@ -27,32 +29,29 @@ def scan_kernel(
     n = tl.program_id(0) // blocks // HV
     h = hv // (HV // H)
     first, length, slot = span(n, cu_seqlens, first_slots, T, per_row, C, RAGGED)
-    t = tl.arange(0, C)
     kk = tl.arange(0, BK)
     vv = column * BV + tl.arange(0, BV)
-    s_mask = (kk < K)[:, None] & (vv < V)[None, :]
     s = tl.zeros((BK, BV), tl.float32)
     if HAS_INITIAL:
-        s = tl.load(state_pointer(initial_state, n, hv, HV, K, V, kk, vv), mask=s_mask, other=0.0)  # [BK, BV] fp32
+        s = load_state(initial_state, n, hv, HV, K, V, kk, vv)  # [BK, BV] fp32
     chunks = (length + C - 1) // C
     for chunk in tl.range(0, chunks, num_stages=STAGES):
         rows = length - chunk * C
         at = first + chunk * C
-        live = t < rows
-        row_mask = live[:, None] & (vv < V)[None, :]
-        key_mask = live[:, None] & (kk < K)[None, :]
-        tl.store(state_pointer(states, slot + chunk, hv, HV, K, V, kk, vv), s.to(states.dtype.element_ty), mask=s_mask)
-        w_tile = tl.load(rows_pointer(w, at, t, hv, HV, K, kk), mask=key_mask, other=0.0).to(DOT)  # [C, BK]
-        x_at = rows_pointer(v_new, at, t, hv, HV, V, vv)
-        x = tl.load(x_at, mask=row_mask, other=0.0).to(tl.float32)  # [C, BV] u
-        x -= tl.dot(w_tile, s.to(DOT), input_precision="tf32x3")
-        tl.store(x_at, x.to(v_new.dtype.element_ty), mask=row_mask)
-        end = tl.load(to_end + (at + t) * HV + hv, mask=live, other=0.0)
-        decay = tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
-        k_tile = tl.load(rows_pointer(k, at, t, h, H, K, kk), mask=key_mask, other=0.0).to(DOT)  # [C, BK]
-        s = s * decay + tl.dot(tl.trans(k_tile), (x * end[:, None]).to(DOT), input_precision="tf32x3")
+        store_state(states, s, slot + chunk, hv, HV, K, V, kk, vv)
+        entry = s.to(DOT)
+        s *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
+        for begin in tl.static_range(0, C, ROWS):
+            t = begin + tl.arange(0, ROWS)
+            w_tile = load_rows(w, at, t, rows, hv, HV, kk, K).to(DOT)  # [ROWS, BK]
+            x = load_rows(v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV] u
+            x -= tl.dot(w_tile, entry, input_precision="tf32x3")
+            store_rows(v_new, x, at, t, rows, hv, HV, vv, V)
+            end = load_vector(to_end, at, t, rows, hv, HV)
+            k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
+            s += tl.dot(tl.trans(k_tile), (x * end[:, None]).to(DOT), input_precision="tf32x3")
     if HAS_FINAL:
-        tl.store(state_pointer(final_state, n, hv, HV, K, V, kk, vv), s, mask=s_mask)
+        store_state(final_state, s, n, hv, HV, K, V, kk, vv)
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
@@ -60,7 +59,7 @@ def scan_backward_kernel(
     q, k, w, g_cumsum, to_end, whole, d_o, d_v_new, d_states, d_initial, d_final, scale,
     cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Completes d_v_new in place, and writes the gradient of every chunk's exit state and of the initial state."""
@@ -70,39 +69,34 @@ def scan_backward_kernel(
     n = tl.program_id(0) // blocks // HV
     h = hv // (HV // H)
     first, length, slot = span(n, cu_seqlens, first_slots, T, per_row, C, RAGGED)
-    t = tl.arange(0, C)
     kk = tl.arange(0, BK)
     vv = column * BV + tl.arange(0, BV)
-    s_mask = (kk < K)[:, None] & (vv < V)[None, :]
     ds = tl.zeros((BK, BV), tl.float32)
     if HAS_FINAL:
-        ds = tl.load(state_pointer(d_final, n, hv, HV, K, V, kk, vv), mask=s_mask, other=0.0)  # [BK, BV] fp32
+        ds = load_state(d_final, n, hv, HV, K, V, kk, vv)  # [BK, BV] fp32
     chunks = (length + C - 1) // C
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step
         rows = length - chunk * C
         at = first + chunk * C
-        live = t < rows
-        row_mask = live[:, None] & (vv < V)[None, :]
-        key_mask = live[:, None] & (kk < K)[None, :]
-        tl.store(
-            state_pointer(d_states, slot + chunk, hv, HV, K, V, kk, vv), ds.to(d_states.dtype.element_ty), mask=s_mask
-        )
-        end = tl.load(to_end + (at + t) * HV + hv, mask=live, other=0.0)
-        decay = tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
-        k_tile = tl.load(rows_pointer(k, at, t, h, H, K, kk), mask=key_mask, other=0.0).to(DOT)  # [C, BK]
-        dx = tl.dot(k_tile, ds.to(DOT), input_precision="tf32x3") * end[:, None]
-        dx_at = rows_pointer(d_v_new, at, t, hv, HV, V, vv)
-        if HAS_DO:
-            dx += tl.load(dx_at, mask=row_mask, other=0.0).to(tl.float32)  # [C, BV]
-        tl.store(dx_at, dx.to(d_v_new.dtype.element_ty), mask=row_mask)
-        w_tile = tl.load(rows_pointer(w, at, t, hv, HV, K, kk), mask=key_mask, other=0.0).to(DOT)  # [C, BK]
-        ds = ds * decay - tl.dot(tl.trans(w_tile), dx.to(DOT), input_precision="tf32x3")
-        if HAS_DO:
-            q_tile = tl.load(rows_pointer(q, at, t, h, H, K, kk), mask=key_mask, other=0.0).to(tl.float32)  # [C, BK]
-            start = tl.exp(tl.load(g_cumsum + (at + t) * HV + hv, mask=live, other=0.0))
-            query_in = (q_tile * (start * scale)[:, None]).to(DOT)
-            d = tl.load(rows_pointer(d_o, at, t, hv, HV, V, vv), mask=row_mask, other=0.0).to(DOT)  # [C, BV]
-            ds += tl.dot(tl.trans(query_in), d, input_precision="tf32x3")
+        store_state(d_states, ds, slot + chunk, hv, HV, K, V, kk, vv)
+        leaving = ds.to(DOT)
+        ds *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
+        for begin in tl.static_range(0, C, ROWS):
+            t = begin + tl.arange(0, ROWS)
+            end = load_vector(to_end, at, t, rows, hv, HV)
+            k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
+            dx = tl.dot(k_tile, leaving, input_precision="tf32x3") * end[:, None]
+            if HAS_DO:
+                dx += load_rows(d_v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV]
+            store_rows(d_v_new, dx, at, t, rows, hv, HV, vv, V)
+            w_tile = load_rows(w, at, t, rows, hv, HV, kk, K).to(DOT)  # [ROWS, BK]
+            ds -= tl.dot(tl.trans(w_tile), dx.to(DOT), input_precision="tf32x3")
+            if HAS_DO:
+                q_tile = load_rows(q, at, t, rows, h, H, kk, K).to(tl.float32)  # [ROWS, BK]
+                start = tl.exp(load_vector(g_cumsum, at, t, rows, hv, HV))
+                query_in = (q_tile * (start * scale)[:, None]).to(DOT)
+                d = load_rows(d_o, at, t, rows, hv, HV, vv, V).to(DOT)  # [ROWS, BV]
+                ds += tl.dot(tl.trans(query_in), d, input_precision="tf32x3")
     if HAS_INITIAL:
-        tl.store(state_pointer(d_initial, n, hv, HV, K, V, kk, vv), ds, mask=s_mask)
+        store_state(d_initial, ds, n, hv, HV, K, V, kk, vv)

@@ -9,8 +9,7 @@ from chunkwise.verifier.refusal import Kind
 from chunkwise.verifier.rules import Rule, same_dtype, size_at_most
 from chunkwise_triton.gated_delta_rule import schedules
 
-# GPUs follow when every configuration passes the parity suite there: NOTES.md says which ones do not yet.
-ARCHS = ("interpreter",)
+ARCHS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120", "sm121", "interpreter")
 
 
 def _with_activations(facts: Facts, dtype: str) -> Facts:
@@ -45,6 +44,7 @@ SPLIT = Implementation(
     schedule=schedules.schedule,
     forward="chunkwise_triton.gated_delta_rule.launch:forward",
     backward="chunkwise_triton.gated_delta_rule.launch:backward",
+    compile="chunkwise_triton.gated_delta_rule.launch:compile",
     residuals=("gdn-wy64@1", "gdn-states64@1"),
 )
 

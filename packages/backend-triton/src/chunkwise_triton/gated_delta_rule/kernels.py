@@ -6,8 +6,8 @@ Inside a chunk, with ``G_t`` the sum of the gates up to row t, ``D[t, s] = exp(G
     u = M (beta v)      w = M (beta exp(G) k)          v_new = u - w S
     o = scale (exp(G) q S + P v_new)                   S' = exp(G_C) S + sum_t exp(G_C - G_t) k_t v_new_t^T
 
-Shapes at loads: BK >= K and BV are powers of two, columns past K and V are masked. DOT is the dtype of the products'
-operands; every product accumulates in fp32.
+Widths are taken BLOCK_K columns of K and BV columns of V at a time, powers of two; columns past K and V are masked.
+DOT is the dtype of the products' operands; every product accumulates in fp32.
 """
 
 import triton
@@ -18,274 +18,280 @@ from chunkwise_triton.common.gates import (
     chunk_gates,
     pair_decay,
     pair_gradient_to_gates,
+    store_gates,
     sum_before,
     sum_from,
 )
-from chunkwise_triton.common.pointers import rows_pointer, state_pointer
+from chunkwise_triton.common.tiles import (
+    chunk_program,
+    load_rows,
+    load_state,
+    load_vector,
+    store_rows,
+    store_vector,
+)
 from chunkwise_triton.common.tril_inverse import unit_lower_inverse
+
+
+@triton.jit
+def row_products(
+    x, y, first, rows, head,
+    HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """``x_t . y_s`` ``[C, C]`` fp32 for the rows of a chunk of one head of x and y ``[B, T, HEADS, K]``."""
+    t = tl.arange(0, C)
+    result = tl.zeros((C, C), tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        kk = begin + tl.arange(0, BLOCK_K)
+        x_tile = load_rows(x, first, t, rows, head, HEADS, kk, K).to(DOT)  # [C, BLOCK_K]
+        y_tile = load_rows(y, first, t, rows, head, HEADS, kk, K).to(DOT)  # [C, BLOCK_K]
+        result += tl.dot(x_tile, tl.trans(y_tile), input_precision="tf32x3")
+    return result
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def wy_kernel(
-    k, v, g, beta, inverse, w, u, cu_seqlens, table, T, per_row,
+    k, v, g, beta, inverse, w, u, g_cumsum, to_end, whole, cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, INVERSE_DOT: tl.constexpr,
+    BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, INVERSE_DOT: tl.constexpr,
     RAGGED: tl.constexpr, INVERT: tl.constexpr,
 ):  # fmt: skip
-    """w and u of a chunk; M first, where INVERT, else it is read."""
-    slot = tl.program_id(0) // HV
-    hv = tl.program_id(0) % HV
-    h = hv // (HV // H)
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    """Gate sums, w and u of a chunk; M first, where INVERT, else it is read."""
+    slot, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
+    h = hv // (HV // H)
     t = tl.arange(0, C)
-    kk = tl.arange(0, BK)
-    live = t < rows
-    k_tile = tl.load(
-        rows_pointer(k, first, t, h, H, K, kk), mask=live[:, None] & (kk < K)[None, :], other=0.0
-    )  # [C, BK]
-    if INVERT:
-        keys = tl.dot(k_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision="tf32x3")
     high, low = chunk_gates(g, first, rows, hv, HV, C)
-    b = tl.load(beta + (first + t) * HV + hv, mask=live, other=0.0).to(tl.float32)
-    m_at = rows_pointer(inverse, first, t, hv, HV, C, t)
+    store_gates(high, low, g_cumsum, to_end, whole, slot, first, rows, hv, HV, C)
+    b = load_vector(beta, first, t, rows, hv, HV)
     if INVERT:
-        decay = pair_decay(high, low, C)
-        a = tl.where(t[:, None] > t[None, :], decay * keys * b[:, None], 0.0)
+        keys = row_products(k, k, first, rows, h, H, K, C, BLOCK_K, DOT)
+        a = tl.where(t[:, None] > t[None, :], pair_decay(high, low, C) * keys * b[:, None], 0.0)
         m = unit_lower_inverse(a, C, INVERSE_DOT).to(DOT)
-        tl.store(m_at, m, mask=live[:, None])
+        store_rows(inverse, m, first, t, rows, hv, HV, t, C)
     else:
-        m = tl.load(m_at, mask=live[:, None], other=0.0).to(DOT)  # [C, C]
-    scaled_k = (k_tile.to(tl.float32) * (b * tl.exp(high))[:, None]).to(DOT)
-    w_tile = tl.dot(m, scaled_k, input_precision="tf32x3")
-    tl.store(
-        rows_pointer(w, first, t, hv, HV, K, kk), w_tile.to(w.dtype.element_ty),
-        mask=live[:, None] & (kk < K)[None, :],
-    )  # fmt: skip
+        m = load_rows(inverse, first, t, rows, hv, HV, t, C).to(DOT)  # [C, C]
+    from_start = b * tl.exp(high)
+    for begin in range(0, K, BLOCK_K):
+        kk = begin + tl.arange(0, BLOCK_K)
+        k_tile = load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
+        w_tile = tl.dot(m, (k_tile * from_start[:, None]).to(DOT), input_precision="tf32x3")
+        store_rows(w, w_tile, first, t, rows, hv, HV, kk, K)
     for begin in range(0, V, BV):
         vv = begin + tl.arange(0, BV)
-        mask = live[:, None] & (vv < V)[None, :]
-        v_tile = tl.load(rows_pointer(v, first, t, hv, HV, V, vv), mask=mask, other=0.0)  # [C, BV]
-        u_tile = tl.dot(m, (v_tile.to(tl.float32) * b[:, None]).to(DOT), input_precision="tf32x3")
-        tl.store(rows_pointer(u, first, t, hv, HV, V, vv), u_tile.to(u.dtype.element_ty), mask=mask)
+        v_tile = load_rows(v, first, t, rows, hv, HV, vv, V).to(tl.float32)  # [C, BV]
+        u_tile = tl.dot(m, (v_tile * b[:, None]).to(DOT), input_precision="tf32x3")
+        store_rows(u, u_tile, first, t, rows, hv, HV, vv, V)
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def output_kernel(
     q, k, v_new, g, states, o, scale, cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """o of a chunk, from v_new and the entry state."""
-    slot = tl.program_id(0) // HV
-    hv = tl.program_id(0) % HV
-    h = hv // (HV // H)
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    slot, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
+    h = hv // (HV // H)
     t = tl.arange(0, C)
-    kk = tl.arange(0, BK)
-    live = t < rows
-    key_mask = live[:, None] & (kk < K)[None, :]
-    q_tile = tl.load(rows_pointer(q, first, t, h, H, K, kk), mask=key_mask, other=0.0)  # [C, BK]
-    k_tile = tl.load(rows_pointer(k, first, t, h, H, K, kk), mask=key_mask, other=0.0)  # [C, BK]
-    scores = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision="tf32x3")
     high, low = chunk_gates(g, first, rows, hv, HV, C)
+    scores = row_products(q, k, first, rows, h, H, K, C, BLOCK_K, DOT)
     attention = (scores * pair_decay(high, low, C)).to(DOT)
     from_start = tl.exp(high)[:, None]
     for begin in range(0, V, BV):
         vv = begin + tl.arange(0, BV)
-        mask = live[:, None] & (vv < V)[None, :]
-        x = tl.load(rows_pointer(v_new, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(DOT)  # [C, BV]
-        s_mask = (kk < K)[:, None] & (vv < V)[None, :]
-        s = tl.load(state_pointer(states, slot, hv, HV, K, V, kk, vv), mask=s_mask, other=0.0).to(DOT)  # [BK, BV]
-        tile = tl.dot(q_tile.to(DOT), s, input_precision="tf32x3") * from_start
-        tile += tl.dot(attention, x, input_precision="tf32x3")
-        tl.store(rows_pointer(o, first, t, hv, HV, V, vv), (tile * scale).to(o.dtype.element_ty), mask=mask)
+        tile = tl.zeros((C, BV), tl.float32)
+        for begin_k in range(0, K, BLOCK_K):
+            kk = begin_k + tl.arange(0, BLOCK_K)
+            q_tile = load_rows(q, first, t, rows, h, H, kk, K).to(DOT)  # [C, BLOCK_K]
+            s = load_state(states, slot, hv, HV, K, V, kk, vv).to(DOT)  # [BLOCK_K, BV]
+            tile += tl.dot(q_tile, s, input_precision="tf32x3")
+        x = load_rows(v_new, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
+        tile = tile * from_start + tl.dot(attention, x, input_precision="tf32x3")
+        store_rows(o, tile * scale, first, t, rows, hv, HV, vv, V)
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def local_gradient_kernel(
     q, k, g, d_o, d_v_new, scale, cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """What the outputs of a chunk give to its own v_new: ``scale P^T d_o``."""
-    slot = tl.program_id(0) // HV
-    hv = tl.program_id(0) % HV
+    _, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
+    if rows <= 0:
+        return
     h = hv // (HV // H)
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    t = tl.arange(0, C)
+    high, low = chunk_gates(g, first, rows, hv, HV, C)
+    scores = row_products(k, q, first, rows, h, H, K, C, BLOCK_K, DOT)
+    attention = (scores * pair_decay(high, low, C, TRANSPOSED=True) * scale).to(DOT)
+    for begin in range(0, V, BV):
+        vv = begin + tl.arange(0, BV)
+        d = load_rows(d_o, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
+        tile = tl.dot(attention, d, input_precision="tf32x3")
+        store_rows(d_v_new, tile, first, t, rows, hv, HV, vv, V)
+
+
+@triton.jit(do_not_specialize=["T", "per_row"])
+def solve_gradient_kernel(
+    v, beta, inverse, d_v_new, dv, sums, cu_seqlens, table, T, per_row,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Through the triangular solve ``v_new = M rhs``: d_v_new becomes ``d_rhs = M^T d_v_new``, in place.
+
+    Gives dv, and in ``sums[..., 0]`` what d_rhs gives to beta by way of v.
+    """
+    _, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     t = tl.arange(0, C)
-    kk = tl.arange(0, BK)
-    live = t < rows
-    key_mask = live[:, None] & (kk < K)[None, :]
-    q_tile = tl.load(rows_pointer(q, first, t, h, H, K, kk), mask=key_mask, other=0.0)  # [C, BK]
-    k_tile = tl.load(rows_pointer(k, first, t, h, H, K, kk), mask=key_mask, other=0.0)  # [C, BK]
-    scores = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision="tf32x3")
-    high, low = chunk_gates(g, first, rows, hv, HV, C)
-    attention = tl.trans(scores * pair_decay(high, low, C) * scale).to(DOT)
+    b = load_vector(beta, first, t, rows, hv, HV)
+    m = load_rows(inverse, first, t, rows, hv, HV, t, C).to(DOT)  # [C, C]
+    by_value = tl.zeros((C,), tl.float32)
     for begin in range(0, V, BV):
         vv = begin + tl.arange(0, BV)
-        mask = live[:, None] & (vv < V)[None, :]
-        d = tl.load(rows_pointer(d_o, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(DOT)  # [C, BV]
-        tile = tl.dot(attention, d, input_precision="tf32x3")
-        tl.store(rows_pointer(d_v_new, first, t, hv, HV, V, vv), tile.to(d_v_new.dtype.element_ty), mask=mask)
+        dx = load_rows(d_v_new, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
+        d_rhs = tl.dot(tl.trans(m), dx, input_precision="tf32x3")
+        store_rows(d_v_new, d_rhs, first, t, rows, hv, HV, vv, V)
+        store_rows(dv, d_rhs * b[:, None], first, t, rows, hv, HV, vv, V)
+        v_tile = load_rows(v, first, t, rows, hv, HV, vv, V).to(tl.float32)  # [C, BV]
+        by_value += tl.sum(d_rhs * v_tile, 1)
+    store_vector(sums, by_value, first, t, rows, hv * (3 * PARTS + 1), HV * (3 * PARTS + 1))
 
 
-@triton.jit(do_not_specialize=["T", "per_row", "plane"])
+@triton.jit(do_not_specialize=["T", "per_row"])
 def state_gradient_kernel(
-    q, k, g_cumsum, to_end, beta, inverse, v_new, states, d_o, d_v_new, d_states, dq, dk, sums, state_sums, plane,
-    scale, cu_seqlens, table, T, per_row,
+    q, k, g_cumsum, to_end, beta, v_new, states, d_o, d_rhs, d_states, dq, dk, sums, state_sums, scale,
+    cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     HAS_DO: tl.constexpr,
 ):  # fmt: skip
     """What reaches q, k and the gates of a chunk through its entry and its exit state, for BLOCK_K columns.
 
-    dq and dk ``[B, T, H, K]`` fp32, summed over the value heads of a key head. ``sums`` ``[BK / BLOCK_K, 3, B, T, HV]``
-    fp32 keeps, for these columns, the row sums that gates and beta need: by the query, by the error (``exp(G) S^T k``)
-    and by the exit; ``state_sums`` ``[BK / BLOCK_K, slots, HV]`` the product of the entry state and the gradient of the
-    exit state. ``plane`` is B T HV.
+    dq and dk ``[B, T, H, K]`` fp32, summed over the value heads of a key head. ``sums`` ``[B, T, HV, 1 + 3 PARTS]``
+    fp32 keeps, for each block of columns, the row sums that gates and beta need: by the query, by the error
+    (``exp(G) S^T k``) and by the exit; ``state_sums`` ``[slots, HV, PARTS]`` the product of the entry state and the
+    gradient of the exit state.
     """
-    blocks: tl.constexpr = BK // BLOCK_K
-    column = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % H
-    slot = tl.program_id(0) // blocks // H
+    part = tl.program_id(0) % PARTS
+    h = tl.program_id(0) // PARTS % H
+    slot = tl.program_id(0) // PARTS // H
     _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     t = tl.arange(0, C)
-    kk = column * BLOCK_K + tl.arange(0, BLOCK_K)
-    live = t < rows
-    key_mask = live[:, None] & (kk < K)[None, :]
-    q_tile = tl.load(rows_pointer(q, first, t, h, H, K, kk), mask=key_mask, other=0.0)  # [C, BLOCK_K]
-    k_tile = tl.load(rows_pointer(k, first, t, h, H, K, kk), mask=key_mask, other=0.0)  # [C, BLOCK_K]
+    kk = part * BLOCK_K + tl.arange(0, BLOCK_K)
     dq_tile = tl.zeros((C, BLOCK_K), tl.float32)
     dk_tile = tl.zeros((C, BLOCK_K), tl.float32)
     for j in range(HV // H):
         hv = h * (HV // H) + j
-        row = (first + t) * HV + hv
-        from_start = tl.exp(tl.load(g_cumsum + row, mask=live, other=0.0))
-        end = tl.load(to_end + row, mask=live, other=0.0)
-        b = tl.load(beta + row, mask=live, other=0.0).to(tl.float32)
         by_error = tl.zeros((C, BLOCK_K), tl.float32)
         by_exit = tl.zeros((C, BLOCK_K), tl.float32)
         by_query = tl.zeros((C, BLOCK_K), tl.float32)
-        state_sum = tl.zeros((), tl.float32)
+        products = tl.zeros((BLOCK_K,), tl.float32)
         for begin in range(0, V, BV):
             vv = begin + tl.arange(0, BV)
-            mask = live[:, None] & (vv < V)[None, :]
-            s_mask = (kk < K)[:, None] & (vv < V)[None, :]
-            x = tl.load(rows_pointer(v_new, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(DOT)  # [C, BV]
-            dx = tl.load(rows_pointer(d_v_new, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(DOT)  # [C, BV]
-            s = tl.load(state_pointer(states, slot, hv, HV, K, V, kk, vv), mask=s_mask, other=0.0)  # [BLOCK_K, BV]
-            ds = tl.load(state_pointer(d_states, slot, hv, HV, K, V, kk, vv), mask=s_mask, other=0.0)  # [BLOCK_K, BV]
-            state_sum += tl.sum(s.to(tl.float32) * ds.to(tl.float32))
+            ds = load_state(d_states, slot, hv, HV, K, V, kk, vv)  # [BLOCK_K, BV]
+            x = load_rows(v_new, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
             by_exit += tl.dot(x, tl.trans(ds).to(DOT), input_precision="tf32x3")
-            by_error += tl.dot(dx, tl.trans(s).to(DOT), input_precision="tf32x3")
+            s = load_state(states, slot, hv, HV, K, V, kk, vv)  # [BLOCK_K, BV]
+            d = load_rows(d_rhs, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
+            by_error += tl.dot(d, tl.trans(s).to(DOT), input_precision="tf32x3")
             if HAS_DO:
-                d = tl.load(rows_pointer(d_o, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(DOT)  # [C, BV]
+                d = load_rows(d_o, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
                 by_query += tl.dot(d, tl.trans(s).to(DOT), input_precision="tf32x3")
-        m = tl.load(rows_pointer(inverse, first, t, hv, HV, C, t), mask=live[:, None], other=0.0)  # [C, C]
-        by_error = tl.dot(tl.trans(m).to(DOT), by_error.to(DOT), input_precision="tf32x3") * from_start[:, None]
-        by_exit = by_exit * end[:, None]
-        by_query = by_query * (from_start * scale)[:, None]
+            products += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+        from_start = tl.exp(load_vector(g_cumsum, first, t, rows, hv, HV))
+        by_error *= from_start[:, None]
+        by_exit *= load_vector(to_end, first, t, rows, hv, HV)[:, None]
+        by_query *= (from_start * scale)[:, None]
         dq_tile += by_query
-        dk_tile += by_exit - by_error * b[:, None]
-        k_wide = k_tile.to(tl.float32)
-        at = sums + (column * 3).to(tl.int64) * plane + row
-        tl.store(at, tl.sum(by_query * q_tile.to(tl.float32), 1), mask=live)
-        tl.store(at + plane, tl.sum(by_error * k_wide, 1), mask=live)
-        tl.store(at + 2 * plane, tl.sum(by_exit * k_wide, 1), mask=live)
-        slots = tl.num_programs(0) // (H * blocks)
-        tl.store(state_sums + (column.to(tl.int64) * slots + slot) * HV + hv, state_sum)
-    tl.store(rows_pointer(dq, first, t, h, H, K, kk), dq_tile, mask=key_mask)
-    tl.store(rows_pointer(dk, first, t, h, H, K, kk), dk_tile, mask=key_mask)
+        dk_tile += by_exit - by_error * load_vector(beta, first, t, rows, hv, HV)[:, None]
+        at = hv * (3 * PARTS + 1) + 1 + 3 * part
+        # Loaded for each value head: registers are what this kernel runs out of.
+        q_tile = load_rows(q, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
+        k_tile = load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
+        store_vector(sums, tl.sum(by_query * q_tile, 1), first, t, rows, at, HV * (3 * PARTS + 1))
+        store_vector(sums, tl.sum(by_error * k_tile, 1), first, t, rows, at + 1, HV * (3 * PARTS + 1))
+        store_vector(sums, tl.sum(by_exit * k_tile, 1), first, t, rows, at + 2, HV * (3 * PARTS + 1))
+        tl.store(state_sums + (slot.to(tl.int64) * HV + hv) * PARTS + part, tl.sum(products, 0))
+    store_rows(dq, dq_tile, first, t, rows, h, H, kk, K)
+    store_rows(dk, dk_tile, first, t, rows, h, H, kk, K)
 
 
-@triton.jit(do_not_specialize=["T", "per_row", "plane"])
+@triton.jit(do_not_specialize=["T", "per_row"])
 def pair_gradient_kernel(
-    q, k, v, g, beta, inverse, v_new, whole, d_o, d_v_new, state_dq, state_dk, sums, state_sums, plane,
-    dq, dk, dv, dg, d_beta, scale, cu_seqlens, table, T, per_row,
+    q, k, g, beta, v_new, whole, d_o, d_rhs, state_dq, state_dk, sums, state_sums, dq, dk, dg, d_beta, scale,
+    cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     HAS_DO: tl.constexpr,
 ):  # fmt: skip
-    """What reaches the inputs through pairs of rows of a chunk; adds what came through the states (in PARTS parts).
+    """What reaches q, k, g and beta through pairs of rows of a chunk; adds what came through the states (in PARTS).
 
-    v_new = M (beta (v - exp(G) k S)): with d_rhs = M^T d_v_new, dA = -d_rhs v_new^T. Value heads share q and k, so
-    the gradients of the score matrices are summed over them before they are multiplied by q and k.
+    v_new = M (beta (v - exp(G) k S)), so dA = -d_rhs v_new^T. Value heads share q and k, so the gradients of the score
+    matrices are summed over them before they are multiplied by q and k.
     """
-    h = tl.program_id(0) % H
-    slot = tl.program_id(0) // H
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    slot, h, first, rows = chunk_program(H, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     t = tl.arange(0, C)
-    kk = tl.arange(0, BK)
-    live = t < rows
-    key_mask = live[:, None] & (kk < K)[None, :]
-    q_tile = tl.load(rows_pointer(q, first, t, h, H, K, kk), mask=key_mask, other=0.0).to(DOT)  # [C, BK]
-    k_tile = tl.load(rows_pointer(k, first, t, h, H, K, kk), mask=key_mask, other=0.0).to(DOT)  # [C, BK]
-    keys = tl.dot(k_tile, tl.trans(k_tile), input_precision="tf32x3")
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")
     d_scores = tl.zeros((C, C), tl.float32)
     d_keys = tl.zeros((C, C), tl.float32)
     for j in range(HV // H):
         hv = h * (HV // H) + j
-        row = (first + t) * HV + hv
-        b = tl.load(beta + row, mask=live, other=0.0).to(tl.float32)
-        m = tl.load(rows_pointer(inverse, first, t, hv, HV, C, t), mask=live[:, None], other=0.0)  # [C, C]
-        m_t = tl.trans(m).to(DOT)
         by_rhs = tl.zeros((C, C), tl.float32)
         by_output = tl.zeros((C, C), tl.float32)
-        b_grad = tl.zeros((C,), tl.float32)
         for begin in range(0, V, BV):
             vv = begin + tl.arange(0, BV)
-            mask = live[:, None] & (vv < V)[None, :]
-            dx = tl.load(rows_pointer(d_v_new, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(DOT)  # [C, BV]
-            d_rhs = tl.dot(m_t, dx, input_precision="tf32x3")
-            tl.store(rows_pointer(dv, first, t, hv, HV, V, vv), (d_rhs * b[:, None]).to(dv.dtype.element_ty), mask=mask)
-            v_tile = tl.load(rows_pointer(v, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(tl.float32)  # [C, BV]
-            b_grad += tl.sum(d_rhs * v_tile, 1)
-            x = tl.load(rows_pointer(v_new, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(DOT)  # [C, BV]
-            by_rhs += tl.dot(d_rhs.to(DOT), tl.trans(x), input_precision="tf32x3")
+            x = load_rows(v_new, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
+            d = load_rows(d_rhs, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
+            by_rhs += tl.dot(d, tl.trans(x), input_precision="tf32x3")
             if HAS_DO:
-                d = tl.load(rows_pointer(d_o, first, t, hv, HV, V, vv), mask=mask, other=0.0).to(DOT)  # [C, BV]
+                d = load_rows(d_o, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
                 by_output += tl.dot(d, tl.trans(x), input_precision="tf32x3")
         high, low = chunk_gates(g, first, rows, hv, HV, C)
         decay = pair_decay(high, low, C)
+        b = load_vector(beta, first, t, rows, hv, HV)
         by_rhs = tl.where(t[:, None] > t[None, :], by_rhs * decay, 0.0)  # of k k^T, but for -beta
-        weighted = by_rhs * keys
         by_output = by_output * decay * scale
         d_keys += by_rhs * b[:, None]
         d_scores += by_output
-        query_sum = tl.zeros((C,), tl.float32)
-        error_sum = tl.zeros((C,), tl.float32)
-        exit_sum = tl.zeros((C,), tl.float32)
+        # Computed for each value head: registers are what this kernel runs out of.
+        weighted = by_rhs * row_products(k, k, first, rows, h, H, K, C, BLOCK_K, DOT)
+        scores = row_products(q, k, first, rows, h, H, K, C, BLOCK_K, DOT)
         g_grad = pair_gradient_to_gates(by_output * scores - weighted * b[:, None], C)
-        slots = tl.num_programs(0) // H
+        at = hv * (3 * PARTS + 1)
+        b_grad = load_vector(sums, first, t, rows, at, HV * (3 * PARTS + 1)) - tl.sum(weighted, 1)
+        by_state = tl.zeros((C,), tl.float32)
+        by_exit = tl.zeros((C,), tl.float32)
+        through = 0.0
         for part in range(PARTS):
-            at = sums + part * 3 * plane + row
-            query_sum += tl.load(at, mask=live, other=0.0)
-            error_sum += tl.load(at + plane, mask=live, other=0.0)
-            exit_sum += tl.load(at + 2 * plane, mask=live, other=0.0)
-            state_sum = tl.load(state_sums + (slot + part * slots).to(tl.int64) * HV + hv)
-            g_grad += state_sum * tl.load(whole + slot.to(tl.int64) * HV + hv)
-        g_grad += sum_from(query_sum - b * error_sum, C) + sum_before(exit_sum, C)
-        b_grad -= error_sum + tl.sum(weighted, 1)
-        tl.store(dg + row, g_grad.to(dg.dtype.element_ty), mask=live)
-        tl.store(d_beta + row, b_grad.to(d_beta.dtype.element_ty), mask=live)
-    dk_tile = tl.load(rows_pointer(state_dk, first, t, h, H, K, kk), mask=key_mask, other=0.0)  # [C, BK] fp32
-    d_keys_dot = d_keys.to(DOT)
-    dk_tile -= tl.dot(d_keys_dot, k_tile, input_precision="tf32x3")
-    dk_tile -= tl.dot(tl.trans(d_keys_dot), k_tile, input_precision="tf32x3")
+            by_error = load_vector(sums, first, t, rows, at + 3 * part + 2, HV * (3 * PARTS + 1))
+            b_grad -= by_error
+            by_state += load_vector(sums, first, t, rows, at + 3 * part + 1, HV * (3 * PARTS + 1)) - b * by_error
+            by_exit += load_vector(sums, first, t, rows, at + 3 * part + 3, HV * (3 * PARTS + 1))
+            through += tl.load(state_sums + (slot.to(tl.int64) * HV + hv) * PARTS + part)
+        through *= tl.load(whole + slot.to(tl.int64) * HV + hv)
+        g_grad += through + sum_from(by_state, C) + sum_before(by_exit, C)
+        store_vector(dg, g_grad, first, t, rows, hv, HV)
+        store_vector(d_beta, b_grad, first, t, rows, hv, HV)
+    both_keys = (d_keys + tl.trans(d_keys)).to(DOT)
     d_scores_dot = d_scores.to(DOT)
-    dk_tile += tl.dot(tl.trans(d_scores_dot), q_tile, input_precision="tf32x3")
-    tl.store(rows_pointer(dk, first, t, h, H, K, kk), dk_tile.to(dk.dtype.element_ty), mask=key_mask)
-    dq_tile = tl.load(rows_pointer(state_dq, first, t, h, H, K, kk), mask=key_mask, other=0.0)  # [C, BK] fp32
-    dq_tile += tl.dot(d_scores_dot, k_tile, input_precision="tf32x3")
-    tl.store(rows_pointer(dq, first, t, h, H, K, kk), dq_tile.to(dq.dtype.element_ty), mask=key_mask)
+    for begin in range(0, K, BLOCK_K):
+        kk = begin + tl.arange(0, BLOCK_K)
+        k_tile = load_rows(k, first, t, rows, h, H, kk, K).to(DOT)  # [C, BLOCK_K]
+        q_tile = load_rows(q, first, t, rows, h, H, kk, K).to(DOT)  # [C, BLOCK_K]
+        dk_tile = load_rows(state_dk, first, t, rows, h, H, kk, K)  # [C, BLOCK_K] fp32
+        dk_tile -= tl.dot(both_keys, k_tile, input_precision="tf32x3")
+        dk_tile += tl.dot(tl.trans(d_scores_dot), q_tile, input_precision="tf32x3")
+        store_rows(dk, dk_tile, first, t, rows, h, H, kk, K)
+        dq_tile = load_rows(state_dq, first, t, rows, h, H, kk, K)  # [C, BLOCK_K] fp32
+        dq_tile += tl.dot(d_scores_dot, k_tile, input_precision="tf32x3")
+        store_rows(dq, dq_tile, first, t, rows, h, H, kk, K)

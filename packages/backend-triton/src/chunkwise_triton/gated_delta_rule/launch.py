@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from chunkwise.verifier.device import interpreting
+from chunkwise.verifier.facts import Facts
 from chunkwise_triton.common.chunks import ChunkMap, chunk_map
 from chunkwise_triton.common.gates import gate_kernel
 from chunkwise_triton.common.l2norm import l2_normalise, l2_normalise_backward
+from chunkwise_triton.common.launch import launch
 from chunkwise_triton.common.state_scan import scan_backward_kernel, scan_kernel
 from chunkwise_triton.gated_delta_rule import kernels
 from chunkwise_triton.gated_delta_rule.schedules import Schedule, Tile
 
 LEAN = ("g_cumsum", "inverse")
 FULL = ("g_cumsum", "inverse", "w", "v_new", "states")
-GATE_HEADS = 8  # heads that one program of the gate kernel sums
 _DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 
 
@@ -33,39 +37,26 @@ class _Call:
         self.heads, self.key_width = inputs.k.shape[2:]
         self.value_heads, self.value_width = inputs.v.shape[2:]
         self.map: ChunkMap = chunk_map(inputs.v, inputs.cu_seqlens, schedule.chunk_size)
-
-    def constants(self, tile: Tile) -> dict[str, Any]:
-        """What every kernel is compiled for, and its tile."""
-        return {
-            "H": self.heads,
-            "HV": self.value_heads,
-            "K": self.key_width,
-            "V": self.value_width,
-            "C": self.schedule.chunk_size,
-            "BK": self.schedule.block_k,
-            "BV": tile.block_v,
-            "DOT": _DTYPES[self.schedule.dot],
-            "RAGGED": self.map.ragged,
-            "num_warps": tile.warps,
-        }
+        self.parts = -(-self.key_width // schedule.state_gradient.block_k)
+        self.sizes = {"HV": self.value_heads, "V": self.value_width, "C": schedule.chunk_size}
+        self.all_sizes = {"H": self.heads, "K": self.key_width, **self.sizes}
+        self.rest = {"DOT": _DTYPES[schedule.dot], "RAGGED": self.map.ragged}
+        self.where = (self.map.cu_seqlens, self.map.table, self.v.shape[1], self.map.chunks_per_row)
 
     def per_chunk(self, kernel: Any, tile: Tile, programs: int, *arguments: Any, **constants: Any) -> None:
         """Launch a kernel with some programs a chunk."""
-        if self.map.slots == 0:
-            return
-        where = (self.map.cu_seqlens, self.map.table, self.v.shape[1], self.map.chunks_per_row)
-        kernel[(self.map.slots * programs,)](
-            *arguments, *where, **self.constants(tile), num_stages=tile.stages, **constants
-        )
+        values = {**self.all_sizes, "BLOCK_K": tile.block_k, "BV": tile.block_v, **self.rest, **constants}
+        launch(kernel, self.map.slots * programs, (*arguments, *self.where), values, tile.warps, tile.stages)
 
     def per_state(self, kernel: Any, tile: Tile, *arguments: Any, **constants: Any) -> None:
         """Launch a kernel whose programs are column blocks of the states of the sequences."""
         blocks = -(-self.value_width // tile.block_v)
+        where = (self.map.cu_seqlens, self.map.first_slots, *self.where[2:])
+        tiles = {"BK": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows, "STAGES": tile.stages}
         programs = self.map.sequences * self.value_heads * blocks
-        if programs == 0:
-            return
-        where = (self.map.cu_seqlens, self.map.first_slots, self.v.shape[1], self.map.chunks_per_row)
-        kernel[(programs,)](*arguments, *where, **self.constants(tile), STAGES=tile.stages, **constants)
+        launch(
+            kernel, programs, (*arguments, *where), {**self.all_sizes, **tiles, **self.rest, **constants}, tile.warps
+        )
 
     def rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """An output in the shape of ``like``; rows of padding, which only ragged calls can have, are zero."""
@@ -82,14 +73,19 @@ class _Call:
         shape = (self.map.sequences, self.value_heads, self.key_width, self.value_width)
         return torch.empty(shape, dtype=torch.float32, device=self.v.device)
 
+    def gates(self) -> dict[str, Tensor]:
+        """Room for the gate sums, and the decays from each row to its chunk's end and over each chunk."""
+        g_cumsum = torch.empty_like(self.g, dtype=torch.float32)
+        whole = g_cumsum.new_empty(self.map.slots, self.value_heads)
+        return {"g_cumsum": g_cumsum, "to_end": torch.empty_like(g_cumsum), "whole": whole}
+
 
 def forward(
     schedule: Schedule, inputs: Any, save: str | None
 ) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
     """``(o, final_state)`` and the residuals of the format ``save``."""
     call = _Call(schedule, inputs)
-    saved = {"inverse": inputs.v.new_empty(*inputs.g.shape, schedule.chunk_size), **_gates(call)}
-    saved |= _solve(call, saved, invert=True)
+    saved = _solve(call, inputs.v.new_empty(*inputs.g.shape, schedule.chunk_size), invert=True)
     final = call.state() if inputs.output_final_state else None
     saved["states"] = _scan(call, saved, inputs.initial_state, final)
     o = call.rows(inputs.v)
@@ -100,35 +96,22 @@ def forward(
     return (o, final), {name: saved[name] for name in _fields(save)}
 
 
-def _gates(call: _Call) -> dict[str, Tensor]:
-    """The gate sums, and the decays from each row to its chunk's end and over each chunk."""
-    g_cumsum = torch.empty_like(call.g, dtype=torch.float32)
-    to_end = torch.empty_like(g_cumsum)
-    whole = g_cumsum.new_empty(call.map.slots, call.value_heads)
-    if call.map.slots:
-        blocks = -(-call.value_heads // GATE_HEADS)
-        where = (call.map.cu_seqlens, call.map.table, call.v.shape[1], call.map.chunks_per_row)
-        gate_kernel[(call.map.slots * blocks,)](
-            call.g, g_cumsum, to_end, whole, *where,
-            HV=call.value_heads, C=call.schedule.chunk_size, HEADS=GATE_HEADS, RAGGED=call.map.ragged,
-        )  # fmt: skip
-    return {"g_cumsum": g_cumsum, "to_end": to_end, "whole": whole}
-
-
 def _fields(save: str | None) -> tuple[str, ...]:
     return () if save is None else FULL if save.startswith("gdn-states64") else LEAN
 
 
-def _solve(call: _Call, saved: dict[str, Tensor], invert: bool) -> dict[str, Tensor]:
-    """w and, in v_new's place, u; the inverse first, where ``invert``."""
-    w = call.v.new_empty(*call.v.shape[:3], call.key_width)
-    u = torch.empty_like(call.v)
+def _solve(call: _Call, inverse: Tensor, invert: bool) -> dict[str, Tensor]:
+    """The gates, w and, in v_new's place, u; the inverse first, where ``invert``."""
+    saved = {"inverse": inverse, **call.gates()}
+    saved["w"] = call.v.new_empty(*call.v.shape[:3], call.key_width)
+    saved["v_new"] = torch.empty_like(call.v)
     call.per_chunk(
         kernels.wy_kernel, call.schedule.wy, call.value_heads,
-        call.k, call.v, call.g, call.beta, saved["inverse"], w, u,
+        call.k, call.v, call.g, call.beta, *(saved[name] for name in ("inverse", "w", "v_new")),
+        *(saved[name] for name in ("g_cumsum", "to_end", "whole")),
         INVERT=invert, INVERSE_DOT=_DTYPES[call.schedule.inverse_dot],
     )  # fmt: skip
-    return {"w": w, "v_new": u}
+    return saved
 
 
 def _scan(call: _Call, saved: dict[str, Tensor], initial: Tensor | None, final: Tensor | None) -> Tensor:
@@ -153,9 +136,11 @@ def backward(
     """The gradients named in ``needs``, from the gradients of o and of final_state."""
     call = _Call(schedule, inputs)
     d_o, d_final = grads
-    saved = {**residuals.tensors, **_gates(call)}
-    if "states" not in saved:
-        saved |= _solve(call, saved, invert=False)
+    saved = dict(residuals.tensors)
+    if "states" in saved:
+        saved |= _gates_again(call)
+    else:
+        saved = _solve(call, saved["inverse"], invert=False)
         saved["states"] = _scan(call, saved, inputs.initial_state, None)
     d_v_new, d_states, d_initial = _scan_backward(call, saved, d_o, d_final, "initial_state" in needs)
     found = _input_gradients(call, inputs, saved, d_o, (d_v_new, d_states))
@@ -196,23 +181,63 @@ def _input_gradients(
     found = {"q": call.rows(call.q, wide), "k": call.rows(call.k, wide)}
     found |= {name: call.rows(getattr(call, name)) for name in ("v", "g", "beta")}
     d_v_new, d_states = flows
-    schedule, d_o_or_any = call.schedule, _or(d_o, call.v)
-    parts = schedule.block_k // schedule.gradient_block_k
-    plane = call.g.numel()
+    schedule, d_o_or_any, has = call.schedule, _or(d_o, call.v), {"PARTS": call.parts, "HAS_DO": d_o is not None}
     state_dq, state_dk = (torch.empty_like(x, dtype=torch.float32) for x in (call.q, call.k))
-    sums = state_dq.new_empty(parts, 3, *call.g.shape)
-    state_sums = state_dq.new_empty(parts, call.map.slots, call.value_heads)
+    sums = state_dq.new_empty(*call.g.shape, 3 * call.parts + 1)
+    state_sums = state_dq.new_empty(call.map.slots, call.value_heads, call.parts)
+    launch(
+        kernels.solve_gradient_kernel, call.map.slots * call.value_heads,
+        (call.v, call.beta, saved["inverse"], d_v_new, found["v"], sums, *call.where),
+        {**call.sizes, "BV": schedule.solve.block_v, "PARTS": call.parts, **call.rest},
+        schedule.solve.warps, schedule.solve.stages,
+    )  # fmt: skip
     call.per_chunk(
-        kernels.state_gradient_kernel, schedule.state_gradient, call.heads * parts,
-        call.q, call.k, saved["g_cumsum"], saved["to_end"], call.beta, saved["inverse"], saved["v_new"],
-        saved["states"], d_o_or_any, d_v_new, d_states, state_dq, state_dk, sums, state_sums, plane, call.scale,
-        BLOCK_K=schedule.gradient_block_k, HAS_DO=d_o is not None,
+        kernels.state_gradient_kernel, schedule.state_gradient, call.heads * call.parts,
+        call.q, call.k, saved["g_cumsum"], saved["to_end"], call.beta, saved["v_new"], saved["states"], d_o_or_any,
+        d_v_new, d_states, state_dq, state_dk, sums, state_sums, call.scale, **has,
     )  # fmt: skip
     call.per_chunk(
         kernels.pair_gradient_kernel, schedule.pair_gradient, call.heads,
-        call.q, call.k, call.v, call.g, call.beta, saved["inverse"], saved["v_new"], saved["whole"], d_o_or_any,
-        d_v_new, state_dq, state_dk, sums, state_sums, plane,
-        *(found[name] for name in ("q", "k", "v", "g", "beta")), call.scale,
-        PARTS=parts, HAS_DO=d_o is not None,
+        call.q, call.k, call.g, call.beta, saved["v_new"], saved["whole"], d_o_or_any, d_v_new, state_dq, state_dk,
+        sums, state_sums, *(found[name] for name in ("q", "k", "g", "beta")), call.scale, **has,
     )  # fmt: skip
     return found
+
+
+def _gates_again(call: _Call) -> dict[str, Tensor]:
+    """The decays that no residual format keeps."""
+    gates = call.gates()
+    launch(
+        gate_kernel, call.map.slots * call.value_heads,
+        (call.g, gates["g_cumsum"], gates["to_end"], gates["whole"], *call.where),
+        {"HV": call.value_heads, "C": call.schedule.chunk_size, "RAGGED": call.map.ragged},
+    )  # fmt: skip
+    return gates
+
+
+_TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
+    """Build the kernels of a call's parts: the call itself, on ``meta`` tensors."""
+    if interpreting():
+        return
+    rows = schedule.chunk_size
+    lengths = {"B": 1, "T": rows, "N": 1, "N+1": 2}
+    axes = {"q": "B T H K", "k": "B T H K", "v": "B T HV V", "g": "B T HV", "beta": "B T HV"}
+    axes |= {"initial_state": "N HV K V", "cu_seqlens": "N+1"}
+
+    def tensor(name: str) -> Tensor | None:
+        if name == "cu_seqlens":
+            return torch.empty(2, dtype=torch.int32, device="meta") if facts.flag("ragged") else None
+        if not facts.given(name):
+            return None
+        shape = [lengths.get(axis) or facts.size(axis) for axis in axes[name].split()]
+        return torch.empty(shape, dtype=_TORCH[facts.dtypes[name]], device="meta")
+
+    options = {name: facts.flag(name) for name in ("output_final_state", "use_qk_l2norm_in_kernel")}
+    inputs = SimpleNamespace(scale=1.0, **options, **{name: tensor(name) for name in axes})
+    (o, final), saved = forward(schedule, inputs, "gdn-states64@1")
+    if "backward" in parts:
+        lean = {name: saved[name] for name in LEAN}
+        backward(schedule, inputs, SimpleNamespace(tensors=lean), (o, final), facts.needs)

@@ -6,6 +6,7 @@ into quarantine for this process, with one warning, and the next one runs. Anyth
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -65,7 +66,8 @@ def attempt(run: Callable[[Route, Sequence[Any]], Any], route: Route, tensors: S
 def prepare(route: Route, facts: Any) -> bool:
     """Compile a route's kernels, the backward's too, before anything is launched. False: try another route."""
     for implementation, schedule, parts in _compiles(route):
-        cause = compile_kernels(implementation, schedule, facts, parts)
+        with contextlib.nullcontext() if route.device_index is None else torch.cuda.device(route.device_index):
+            cause = compile_kernels(implementation, schedule, facts, parts)
         if cause is None:
             continue
         if route.forced:

@@ -1,0 +1,60 @@
+"""Tiles of rows and of states: which chunk a program works on, loads and stores that are masked at every edge.
+
+Addresses are 64-bit before anything is multiplied. Rows past the chunk's last and columns past the width read as 0 and
+are not written.
+"""
+
+import triton
+import triton.language as tl
+
+from chunkwise_triton.common.chunks import locate
+
+
+@triton.jit
+def chunk_program(HEADS: tl.constexpr, cu_seqlens, table, T, per_row, C: tl.constexpr, RAGGED: tl.constexpr):
+    """Slot, head, first row and number of rows of a program that works on one chunk of one head."""
+    slot = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    return slot, head, first, rows
+
+
+@triton.jit
+def load_rows(x, first, t, rows, head, HEADS, columns, WIDTH):
+    """Rows ``first + t`` of one head of ``[B, T, HEADS, WIDTH]``, those with ``t < rows``."""
+    at = ((first + t[:, None]) * HEADS + head) * WIDTH + columns[None, :]
+    return tl.load(x + at, mask=(t < rows)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(x, value, first, t, rows, head, HEADS, columns, WIDTH):
+    """Write what ``load_rows`` would read, in x's dtype."""
+    at = ((first + t[:, None]) * HEADS + head) * WIDTH + columns[None, :]
+    mask = (t < rows)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_vector(x, first, t, rows, head, HEADS):
+    """One number a row of ``[B, T, HEADS]``, in fp32."""
+    return tl.load(x + (first + t) * HEADS + head, mask=t < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_vector(x, value, first, t, rows, head, HEADS):
+    """Write what ``load_vector`` would read, in x's dtype."""
+    tl.store(x + (first + t) * HEADS + head, value.to(x.dtype.element_ty), mask=t < rows)
+
+
+@triton.jit
+def load_state(x, slot, head, HEADS, K, V, rows, columns):
+    """A block of one state of ``[slots, HEADS, K, V]``."""
+    at = (slot.to(tl.int64) * HEADS + head) * K * V + rows[:, None] * V + columns[None, :]
+    return tl.load(x + at, mask=(rows < K)[:, None] & (columns < V)[None, :], other=0.0)
+
+
+@triton.jit
+def store_state(x, value, slot, head, HEADS, K, V, rows, columns):
+    """Write what ``load_state`` would read, in x's dtype."""
+    at = (slot.to(tl.int64) * HEADS + head) * K * V + rows[:, None] * V + columns[None, :]
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=(rows < K)[:, None] & (columns < V)[None, :])

@@ -24,7 +24,7 @@ INT32 = ["cu_seqlens", "table", "first_slots"]
 SCALARS = {"T": "i32", "per_row": "i32", "scale": "fp32"}
 SCAN = {"HAS_INITIAL": True, "HAS_FINAL": True}
 KERNELS = {
-    "wy": (kernels.wy_kernel, {"INVERT": True}),
+    "wy": (kernels.wy_kernel, {"INVERT": True, "KEEP": True}),
     "scan": (state_scan.scan_kernel, SCAN),
     "output": (kernels.output_kernel, {}),
     "local": (kernels.local_gradient_kernel, {}),

@@ -1,4 +1,4 @@
-"""Host-side figures of core and of the built-in backend, each printed beside its limit.
+"""Host-side figures of core and of the built-in backend, each printed beside its limit: ``chunkwise bench host``.
 
 Every figure is taken in this process on this machine's CPU, except the import times, which take fresh processes.
 Times are the median of interleaved repeats, so that a drift of the machine hits both sides of a comparison.
@@ -257,8 +257,8 @@ PARTS: dict[str, Callable[[], list[Figure]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``chunkwise bench [PART ...]``: print the figures; 1 if one breaks its limit."""
-    parser = argparse.ArgumentParser("chunkwise bench", description=__doc__)
+    """``chunkwise bench host [PART ...]``: print the figures; 1 if one breaks its limit."""
+    parser = argparse.ArgumentParser("chunkwise bench host", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; all by default")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args(argv)

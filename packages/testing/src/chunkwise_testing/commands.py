@@ -56,8 +56,10 @@ def _plugins() -> list[str]:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """``chunkwise bench``: the benchmarks of this package."""
+    """``chunkwise bench OP [options]``: score an op; ``chunkwise bench host [PART ...]``: what core costs the host."""
     import importlib
 
-    status: int = importlib.import_module("chunkwise_testing.bench").main(list(argv))
+    host = list(argv[:1]) == ["host"]
+    module = importlib.import_module("chunkwise_testing.bench" if host else "chunkwise_testing.scorer.cli")
+    status: int = module.main(list(argv[1:] if host else argv))
     return status

@@ -94,7 +94,9 @@ class GuardedAllocations(TorchFunctionMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         watched = func in self._BY_SHAPE or func in self._LIKE or func in self._NEW
-        if not watched or not made.is_floating_point() or not made.is_contiguous() or made.requires_grad:
+        if not watched or made.is_meta:
+            return made
+        if not made.is_floating_point() or not made.is_contiguous() or made.requires_grad:
             return made
         storage = made.new_full((made.numel() + 2 * GUARD,), float("nan"))
         inside = storage[GUARD : GUARD + made.numel()]

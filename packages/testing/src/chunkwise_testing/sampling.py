@@ -1,7 +1,8 @@
 """Draws the inputs of an op's case from its declaration, within its contracts.
 
 Values are drawn in fp64 on the CPU and then rounded, so that one case holds the same numbers on every device and, up
-to rounding, in every dtype. Heads are never alike: gates, steps and states have a scale of their own in each.
+to rounding, in every dtype; benchmarks, which are large, may draw on the device itself. Heads are never alike: gates,
+steps and states have a scale of their own in each.
 """
 
 from __future__ import annotations
@@ -132,8 +133,19 @@ def all_sizes(declaration: Declaration, case: Case) -> dict[str, int]:
     return sizes
 
 
-def draw(op: Op[..., Any], case: Case, plan: Plan | None = None, *, device: str = "cpu", seed: int = 0) -> Call:
-    """Draw the call that a case describes."""
+def draw(
+    op: Op[..., Any],
+    case: Case,
+    plan: Plan | None = None,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    drawn_on: str = "cpu",
+) -> Call:
+    """Draw the call that a case describes.
+
+    ``drawn_on`` is where the numbers are drawn: quicker on the device where they are many, but other numbers there.
+    """
     plan = plan or PLANS["fp32"]
     declaration = op.declaration
     sizes = all_sizes(declaration, case)
@@ -149,14 +161,16 @@ def draw(op: Op[..., Any], case: Case, plan: Plan | None = None, *, device: str 
             continue
         else:
             strategy = STRATEGIES[case.draw.get(spec.name) or _usual(declaration, spec)]
-            x = strategy(spec, sizes, _generator(spec.name, seed)).to(DTYPES[_dtype(declaration, spec, plan)])
+            x = strategy(spec, sizes, _generator(spec.name, seed, drawn_on)).to(DTYPES[_dtype(declaration, spec, plan)])
             if spec.name in declaration.promises.states and v_first:
                 x = x.transpose(-1, -2).contiguous()
             tensors[spec.name] = x.to(device)
     return Call(op, tensors, options)
 
 
-def draw_gradients(call: Call, outputs: Sequence[str] | None = None, *, seed: int = 1) -> dict[str, Tensor]:
+def draw_gradients(
+    call: Call, outputs: Sequence[str] | None = None, *, seed: int = 1, drawn_on: str = "cpu"
+) -> dict[str, Tensor]:
     """Gradients of the outputs that the call asks for (or of those named), another scale for each head."""
     declaration = call.declaration
     sizes = call_sizes(call)
@@ -167,7 +181,7 @@ def draw_gradients(call: Call, outputs: Sequence[str] | None = None, *, seed: in
         if outputs is not None and output.name not in outputs:
             continue
         spec = output_spec(output)
-        x = _state(spec, sizes, _generator(f"d_{output.name}", seed))
+        x = _state(spec, sizes, _generator(f"d_{output.name}", seed, drawn_on))
         dtype = DTYPES[output.dtype] if output.dtype in DTYPES else call.tensors[output.dtype].dtype
         if output.name in declaration.promises.states and v_first:
             x = x.transpose(-1, -2).contiguous()
@@ -219,8 +233,8 @@ def _dtype(declaration: Declaration, spec: TensorSpec, plan: Plan) -> str:
     return plan.gates if narrow else plan.activations
 
 
-def _generator(name: str, seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + 7919 * seed)
+def _generator(name: str, seed: int, device: str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + 7919 * seed)
 
 
 # --- distributions ---------------------------------------------------------------------------------------------
@@ -229,7 +243,7 @@ Strategy = Callable[[TensorSpec, Mapping[str, int], torch.Generator], Tensor]
 
 
 def _normal(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
-    return torch.randn(spec.size_of(sizes), generator=generator, dtype=torch.float64)
+    return torch.randn(spec.size_of(sizes), generator=generator, dtype=torch.float64, device=generator.device)
 
 
 def _per_head(spec: TensorSpec, x: Tensor, first: float, last: float) -> Tensor:
@@ -239,8 +253,8 @@ def _per_head(spec: TensorSpec, x: Tensor, first: float, last: float) -> Tensor:
         if axis.name in HEAD_AXES:
             heads = x.shape[position]
             shape[position] = heads
-            return torch.linspace(first, last, heads, dtype=torch.float64).view(shape)
-    return torch.full(shape, first, dtype=torch.float64)
+            return torch.linspace(first, last, heads, dtype=torch.float64, device=x.device).view(shape)
+    return torch.full(shape, first, dtype=torch.float64, device=x.device)
 
 
 def _unit(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
@@ -258,13 +272,14 @@ def _strong(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generat
     x = _normal(spec, sizes, generator)
     gates = -_per_head(spec, x, 0.0, 2.8).exp() * functional.softplus(x)
     heads = _per_head(spec, x, 0.0, 1.0)
-    odd = (torch.arange(heads.numel()) % 2 == 1).view(heads.shape)
+    odd = (torch.arange(heads.numel(), device=x.device) % 2 == 1).view(heads.shape)
     return torch.where(odd, -20.0 + 0.1 * x.clamp(-3, 3), gates)
 
 
 def _zero(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
     """Exactly 0 and -0.0, mixed."""
-    return torch.copysign(torch.zeros(spec.size_of(sizes), dtype=torch.float64), _normal(spec, sizes, generator))
+    x = _normal(spec, sizes, generator)
+    return torch.copysign(torch.zeros_like(x), x)
 
 
 def _step(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
@@ -274,14 +289,15 @@ def _step(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator
 
 
 def _near_one(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
-    return 0.95 + 0.05 * torch.rand(spec.size_of(sizes), generator=generator, dtype=torch.float64)
+    size = spec.size_of(sizes)
+    return 0.95 + 0.05 * torch.rand(size, generator=generator, dtype=torch.float64, device=generator.device)
 
 
 def _parallel(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
     """``k + eps noise``, normalised, with one ``k`` and one eps for each head."""
     x = _normal(spec, sizes, generator)
     heads = _per_head(spec, x, 0.0, 1.0)
-    eps = torch.tensor([PARALLEL_EPS[h % len(PARALLEL_EPS)] for h in range(heads.numel())], dtype=torch.float64)
+    eps = x.new_tensor([PARALLEL_EPS[h % len(PARALLEL_EPS)] for h in range(heads.numel())])
     rows = next(i for i, axis in enumerate(spec.axes) if axis.name in ("T", "S"))
     first = functional.normalize(x.narrow(rows, 0, min(1, x.shape[rows])), dim=-1)
     noise = functional.normalize(_normal(spec, sizes, generator), dim=-1)
@@ -299,7 +315,8 @@ def _state(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generato
     for axis in range(max(1, x.dim() - 2), x.dim()):
         shape = [1] * x.dim()
         shape[axis] = x.shape[axis]
-        x = x * torch.linspace(0.5, 1.0 + 0.5 * (x.dim() - axis), x.shape[axis], dtype=torch.float64).view(shape)
+        ramp = torch.linspace(0.5, 1.0 + 0.5 * (x.dim() - axis), x.shape[axis], dtype=x.dtype, device=x.device)
+        x = x * ramp.view(shape)
     return x
 
 

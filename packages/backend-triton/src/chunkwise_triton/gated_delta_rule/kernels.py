@@ -54,9 +54,9 @@ def wy_kernel(
     k, v, g, beta, inverse, w, u, g_cumsum, to_end, whole, cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, INVERSE_DOT: tl.constexpr,
-    RAGGED: tl.constexpr, INVERT: tl.constexpr,
+    RAGGED: tl.constexpr, INVERT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Gate sums, w and u of a chunk; M first, where INVERT, else it is read."""
+    """Gate sums, w and u of a chunk; M first, where INVERT (stored where KEEP), else it is read."""
     slot, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
@@ -69,7 +69,8 @@ def wy_kernel(
         keys = row_products(k, k, first, rows, h, H, K, C, BLOCK_K, DOT)
         a = tl.where(t[:, None] > t[None, :], pair_decay(high, low, C) * keys * b[:, None], 0.0)
         m = unit_lower_inverse(a, C, INVERSE_DOT).to(DOT)
-        store_rows(inverse, m, first, t, rows, hv, HV, t, C)
+        if KEEP:
+            store_rows(inverse, m, first, t, rows, hv, HV, t, C)
     else:
         m = load_rows(inverse, first, t, rows, hv, HV, t, C).to(DOT)  # [C, C]
     from_start = b * tl.exp(high)
@@ -139,8 +140,8 @@ def local_gradient_kernel(
 @triton.jit(do_not_specialize=["T", "per_row"])
 def solve_gradient_kernel(
     v, beta, inverse, d_v_new, dv, sums, cu_seqlens, table, T, per_row,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
-    RAGGED: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Through the triangular solve ``v_new = M rhs``: d_v_new becomes ``d_rhs = M^T d_v_new``, in place.
 

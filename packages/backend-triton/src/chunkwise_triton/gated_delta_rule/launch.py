@@ -15,7 +15,7 @@ from chunkwise.verifier.facts import Facts
 from chunkwise_triton.common.chunks import ChunkMap, chunk_map
 from chunkwise_triton.common.gates import gate_kernel
 from chunkwise_triton.common.l2norm import l2_normalise, l2_normalise_backward
-from chunkwise_triton.common.launch import launch
+from chunkwise_triton.common.launch import Key, aligned, launch, launch_again, warm
 from chunkwise_triton.common.state_scan import scan_backward_kernel, scan_kernel
 from chunkwise_triton.gated_delta_rule import kernels
 from chunkwise_triton.gated_delta_rule.schedules import Schedule, Tile
@@ -38,25 +38,47 @@ class _Call:
         self.value_heads, self.value_width = inputs.v.shape[2:]
         self.map: ChunkMap = chunk_map(inputs.v, inputs.cu_seqlens, schedule.chunk_size)
         self.parts = -(-self.key_width // schedule.state_gradient.block_k)
-        self.sizes = {"HV": self.value_heads, "V": self.value_width, "C": schedule.chunk_size}
-        self.all_sizes = {"H": self.heads, "K": self.key_width, **self.sizes}
+        self.sizes = {"H": self.heads, "HV": self.value_heads, "K": self.key_width, "V": self.value_width}
+        self.sizes["C"] = schedule.chunk_size
         self.rest = {"DOT": _DTYPES[schedule.dot], "RAGGED": self.map.ragged}
         self.where = (self.map.cu_seqlens, self.map.table, self.v.shape[1], self.map.chunks_per_row)
+        self.key = self._key(inputs.initial_state, inputs.cu_seqlens)
 
-    def per_chunk(self, kernel: Any, tile: Tile, programs: int, *arguments: Any, **constants: Any) -> None:
+    def _key(self, initial: Tensor | None, cu_seqlens: Tensor | None) -> Key | None:
+        """What decides how the kernels are compiled, but for the flags of each; see ``launch_again``."""
+        if not self.v.is_cuda:
+            return None
+        if not aligned(self.q, self.k, self.v, self.g, self.beta, initial, cu_seqlens) or self.v.shape[1] >= 1 << 31:
+            return None
+        dtypes = (self.v.dtype, self.g.dtype, self.beta.dtype, None if initial is None else initial.dtype)
+        shape = (self.heads, self.value_heads, self.key_width, self.value_width, self.map.ragged)
+        return (self.v.device.index, self.schedule, *shape, *dtypes)
+
+    def per_chunk(self, kernel: Any, tile: Tile, programs: int, *arguments: Any, **flags: Any) -> None:
         """Launch a kernel with some programs a chunk."""
-        values = {**self.all_sizes, "BLOCK_K": tile.block_k, "BV": tile.block_v, **self.rest, **constants}
-        launch(kernel, self.map.slots * programs, (*arguments, *self.where), values, tile.warps, tile.stages)
+        sizes = {"BLOCK_K": tile.block_k, "BV": tile.block_v}
+        options = (tile.warps, tile.stages)
+        self._launch(kernel, self.map.slots * programs, (*arguments, *self.where), {**sizes, **flags}, flags, options)
 
-    def per_state(self, kernel: Any, tile: Tile, *arguments: Any, **constants: Any) -> None:
-        """Launch a kernel whose programs are column blocks of the states of the sequences."""
-        blocks = -(-self.value_width // tile.block_v)
+    def per_state(self, kernel: Any, tile: Tile, *arguments: Any, **flags: Any) -> None:
+        """Launch a kernel whose programs are column blocks of the states of the sequences; its loop has the stages."""
+        programs = self.map.sequences * self.value_heads * -(-self.value_width // tile.block_v)
         where = (self.map.cu_seqlens, self.map.first_slots, *self.where[2:])
-        tiles = {"BK": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows, "STAGES": tile.stages}
-        programs = self.map.sequences * self.value_heads * blocks
-        launch(
-            kernel, programs, (*arguments, *where), {**self.all_sizes, **tiles, **self.rest, **constants}, tile.warps
-        )
+        sizes = {"BK": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows, "STAGES": tile.stages}
+        self._launch(kernel, programs, (*arguments, *where), {**sizes, **flags}, flags, (tile.warps, 1))
+
+    def _launch(
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        flags: dict[str, Any],
+        options: tuple[int, int],
+    ) -> None:
+        key = None if self.key is None else (*flags.values(), *self.key)
+        if not (programs and launch_again(kernel, programs, arguments, key)):
+            launch(kernel, programs, arguments, {**self.sizes, **constants, **self.rest}, *options, key)
 
     def rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """An output in the shape of ``like``; rows of padding, which only ragged calls can have, are zero."""
@@ -85,7 +107,8 @@ def forward(
 ) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
     """``(o, final_state)`` and the residuals of the format ``save``."""
     call = _Call(schedule, inputs)
-    saved = _solve(call, inputs.v.new_empty(*inputs.g.shape, schedule.chunk_size), invert=True)
+    inverse = None if save is None else inputs.v.new_empty(*inputs.g.shape, schedule.chunk_size)
+    saved = _solve(call, inverse, invert=True)
     final = call.state() if inputs.output_final_state else None
     saved["states"] = _scan(call, saved, inputs.initial_state, final)
     o = call.rows(inputs.v)
@@ -100,16 +123,17 @@ def _fields(save: str | None) -> tuple[str, ...]:
     return () if save is None else FULL if save.startswith("gdn-states64") else LEAN
 
 
-def _solve(call: _Call, inverse: Tensor, invert: bool) -> dict[str, Tensor]:
-    """The gates, w and, in v_new's place, u; the inverse first, where ``invert``."""
-    saved = {"inverse": inverse, **call.gates()}
+def _solve(call: _Call, inverse: Tensor | None, invert: bool) -> dict[str, Tensor]:
+    """The gates, w and, in v_new's place, u; the inverse first, where ``invert``, which is kept where there is room."""
+    saved = call.gates()
     saved["w"] = call.v.new_empty(*call.v.shape[:3], call.key_width)
     saved["v_new"] = torch.empty_like(call.v)
+    saved["inverse"] = _or(inverse, saved["w"])
     call.per_chunk(
         kernels.wy_kernel, call.schedule.wy, call.value_heads,
         call.k, call.v, call.g, call.beta, *(saved[name] for name in ("inverse", "w", "v_new")),
         *(saved[name] for name in ("g_cumsum", "to_end", "whole")),
-        INVERT=invert, INVERSE_DOT=_DTYPES[call.schedule.inverse_dot],
+        INVERT=invert, KEEP=inverse is not None, INVERSE_DOT=_DTYPES[call.schedule.inverse_dot],
     )  # fmt: skip
     return saved
 
@@ -136,6 +160,8 @@ def backward(
     """The gradients named in ``needs``, from the gradients of o and of final_state."""
     call = _Call(schedule, inputs)
     d_o, d_final = grads
+    if not aligned(d_o, d_final, *residuals.tensors.values()):
+        call.key = None
     saved = dict(residuals.tensors)
     if "states" in saved:
         saved |= _gates_again(call)
@@ -185,11 +211,9 @@ def _input_gradients(
     state_dq, state_dk = (torch.empty_like(x, dtype=torch.float32) for x in (call.q, call.k))
     sums = state_dq.new_empty(*call.g.shape, 3 * call.parts + 1)
     state_sums = state_dq.new_empty(call.map.slots, call.value_heads, call.parts)
-    launch(
-        kernels.solve_gradient_kernel, call.map.slots * call.value_heads,
-        (call.v, call.beta, saved["inverse"], d_v_new, found["v"], sums, *call.where),
-        {**call.sizes, "BV": schedule.solve.block_v, "PARTS": call.parts, **call.rest},
-        schedule.solve.warps, schedule.solve.stages,
+    call.per_chunk(
+        kernels.solve_gradient_kernel, schedule.solve, call.value_heads,
+        call.v, call.beta, saved["inverse"], d_v_new, found["v"], sums, PARTS=call.parts,
     )  # fmt: skip
     call.per_chunk(
         kernels.state_gradient_kernel, schedule.state_gradient, call.heads * call.parts,
@@ -233,11 +257,15 @@ def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
         if not facts.given(name):
             return None
         shape = [lengths.get(axis) or facts.size(axis) for axis in axes[name].split()]
-        return torch.empty(shape, dtype=_TORCH[facts.dtypes[name]], device="meta")
+        dtype = torch.float32 if name == "initial_state" else _TORCH[facts.dtypes[name]]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def run() -> None:
+        (o, final), saved = forward(schedule, inputs, "gdn-states64@1" if facts.needs else None)
+        if "backward" in parts:
+            lean = {name: saved[name] for name in LEAN}
+            backward(schedule, inputs, SimpleNamespace(tensors=lean), (o, final), facts.needs)
 
     options = {name: facts.flag(name) for name in ("output_final_state", "use_qk_l2norm_in_kernel")}
     inputs = SimpleNamespace(scale=1.0, **options, **{name: tensor(name) for name in axes})
-    (o, final), saved = forward(schedule, inputs, "gdn-states64@1")
-    if "backward" in parts:
-        lean = {name: saved[name] for name in LEAN}
-        backward(schedule, inputs, SimpleNamespace(tensors=lean), (o, final), facts.needs)
+    warm(run)

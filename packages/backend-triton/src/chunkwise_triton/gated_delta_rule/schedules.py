@@ -6,6 +6,7 @@ one whose shared memory fits its device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,9 +36,9 @@ class Tile:
     shared_memory_bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
-    """The launch configuration of all kernels of one call.
+    """The launch configuration of all kernels of one call; equal ones are one object (:func:`schedule`).
 
     Args:
         chunk_size: rows of a chunk.
@@ -137,6 +138,11 @@ def _narrowest(dtype: str) -> int:
     return 128 // _BYTES[dtype]
 
 
+def _widest(facts: Facts, dtype: str) -> int:
+    """The most columns of a tile: fp32 operands live in registers where the matrix instruction does not read memory."""
+    return 32 if dtype == "fp32" and facts.device.arch != "sm90" else _ALL
+
+
 def _power_of_two(width: int, narrowest: int) -> int:
     return max(narrowest, 1 << (width - 1).bit_length())
 
@@ -159,7 +165,7 @@ def schedule(facts: Facts) -> Schedule | DoesNotFit:
         tiles = [
             replace(tile, block_k=min(tile.block_k, widest_k), block_v=min(tile.block_v, widest_v))
             for tile in (many_tiles if many else few_tiles)
-            if name in _SCANS or tile.block_v >= narrowest
+            if name in _SCANS or narrowest <= tile.block_v <= _widest(facts, dot)
         ]
         # The interpreter has no shared memory, and takes none.
         tiles = [replace(tile, shared_memory_bytes=elements(tile) * _BYTES[dot] if have else 0) for tile in tiles]
@@ -167,5 +173,10 @@ def schedule(facts: Facts) -> Schedule | DoesNotFit:
         if not fitting:
             return DoesNotFit(min(tile.shared_memory_bytes for tile in tiles), have)
         chosen[name] = fitting[0]
+    return _interned(dot, *chosen.values())
+
+
+@functools.cache
+def _interned(dot: str, *tiles: Tile) -> Schedule:
     # bf16 loses what nearly parallel keys need, fp16 keeps it.
-    return Schedule(CHUNK, dot, "fp16" if dot == "bf16" else "fp32", **chosen)
+    return Schedule(CHUNK, dot, "fp16" if dot == "bf16" else "fp32", *tiles)

@@ -1,0 +1,35 @@
+"""flash-linear-attention's kernels (pip package ``fla-core``, module ``fla``), from 0.6 on."""
+
+from __future__ import annotations
+
+from chunkwise.verifier.facts import Facts
+from chunkwise_testing.peers.adapter import Adapter, Peer
+
+_GATED_DELTA_RULE_ARGUMENTS = (
+    *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens"),
+    *("cu_seqlens_cpu", "use_qk_l2norm_in_kernel", "state_v_first"),
+)
+
+
+def _unsupported(facts: Facts) -> str | None:
+    if facts.device.kind != "cuda":
+        return f"it runs on GPUs only, not on {facts.device.name}"
+    return None
+
+
+FLA_CORE = Peer(
+    name="fla-core",
+    module="fla",
+    adapters=(
+        Adapter(
+            op="chunk_gated_delta_rule",
+            function="fla.ops.gated_delta_rule:chunk_gated_delta_rule",
+            arguments=_GATED_DELTA_RULE_ARGUMENTS,
+            unsupported=_unsupported,
+        ),
+    ),
+    # Its Triton backward refuses gates on Hopper, its TileLang one does not; and flash-qla, which it would call where
+    # it is installed, is a peer of its own here.
+    environment={"FLA_TILELANG": "1", "FLA_FLASH_QLA": "0"},
+    needs="'fla-core>=0.6' triton tilelang",
+)

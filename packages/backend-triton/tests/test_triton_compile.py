@@ -69,8 +69,7 @@ def compiled(name, call, schedule, ragged=True):
 COVERING = [
     ("H200", "bf16", 128, 128, 1),
     ("H200", "bf16", 24, 40, 64),
-    ("RTX 4090", "fp16", 256, 256, 1),
-    ("RTX 4090", "fp32", 256, 256, 1),
+    ("RTX 4090", "bf16", 256, 256, 1),
 ]
 
 
@@ -134,6 +133,7 @@ def test_a_device_that_is_too_small_is_told_so():
 @pytest.mark.parametrize("dtype", sorted(DOT))
 @pytest.mark.parametrize("widths", [(16, 16), (256, 256), (256, 16), (80, 48)])
 def test_every_width_has_a_schedule_everywhere(device, dtype, widths):
+    """Whether a rule refuses them is another matter."""
     assert isinstance(schedules.schedule(facts(device, dtype, *widths)), schedules.Schedule)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chunkwise.verifier.device import INTERPRETER
+from chunkwise.verifier.device import FAKE_DEVICES, INTERPRETER
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.implementation import Implementation
 from chunkwise.verifier.refusal import Kind
@@ -35,12 +35,35 @@ NO_INTERPRETED_BF16 = Rule(
     satisfy=_without_bf16,
 )
 
+
+def _many_rows_in_registers(facts: Facts) -> bool:
+    return facts.dtype("v") == "fp32" and 128 < facts.size("K") <= 256
+
+
+# The scans hold K rows of a state as operands in registers where the matrix instruction does not read shared memory.
+WIDE_FP32_NEEDS_HOPPER = Rule(
+    name="fp32 beyond K = 128 needs Hopper",
+    kind=Kind.UNSUPPORTED,
+    reads=frozenset({"device", "dtype:v", "K"}),
+    holds=lambda f: f.device.kind != "cuda" or f.device.arch == "sm90" or not _many_rows_in_registers(f),
+    message=lambda f: f"states of {f.size('K')} rows in fp32 do not fit the registers of {f.device.arch}",
+    remedy="use bf16 or fp16, or K <= 128",
+    violate=lambda f: _with_activations(f.on(FAKE_DEVICES["A100"]), "fp32").with_size("K", 256),
+    satisfy=lambda f: f.with_size("K", min(f.size("K"), 128)),
+)
+
 SPLIT = Implementation(
     "triton/gated_delta_rule/split",
     op="chunk_gated_delta_rule",
     rank=100,
     archs=ARCHS,
-    requires=(same_dtype("q k v"), size_at_most("K", 256), size_at_most("V", 256), NO_INTERPRETED_BF16),
+    requires=(
+        same_dtype("q k v"),
+        size_at_most("K", 256),
+        size_at_most("V", 256),
+        NO_INTERPRETED_BF16,
+        WIDE_FP32_NEEDS_HOPPER,
+    ),
     schedule=schedules.schedule,
     forward="chunkwise_triton.gated_delta_rule.launch:forward",
     backward="chunkwise_triton.gated_delta_rule.launch:backward",

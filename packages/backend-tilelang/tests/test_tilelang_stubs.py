@@ -1,0 +1,151 @@
+"""The header stubs, proved with a real compiler and real headers of CUDA 12.6 (NVRTC; no GPU, no nvcc)."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkwise_tilelang.toolkit import stubs
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tilelang is published for Linux")
+
+HEADERS = ("nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-cccl-cu12")
+# A compiler of 12.8 or newer beside headers of 12.6: TileLang's templates ask the compiler, and this is what it says.
+NEWER_COMPILER = ("-U__CUDACC_VER_MINOR__", "-D__CUDACC_VER_MINOR__=8")
+STUB = tuple(stubs.compile_flags("nvrtc"))
+DTYPES = ("bfloat16", "float8_e4m3fn")
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One include folder of CUDA 12.6, merged from its wheels."""
+    tree = tmp_path_factory.mktemp("cuda-12.6") / "include"
+    for name in HEADERS:
+        distribution = importlib.metadata.distribution(name)
+        assert distribution.version.startswith("12.6."), f"{name} {distribution.version}"
+        for file in distribution.files or ():
+            package, _, inside = str(file).partition("/include/")
+            top = package.count("/") == 1  # nvidia/cuda_runtime, not the folders within
+            if top and inside and not inside.endswith(".py"):
+                target = tree / inside
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.symlink(str(file.locate()), target)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Any:
+    """NVRTC 12.6 by its wheel, driven through cuda-python; its builtins must be loaded before it."""
+    distribution = importlib.metadata.distribution("nvidia-cuda-nvrtc-cu12")
+    libraries = sorted(str(f.locate()) for f in distribution.files or () if f.name.startswith("libnvrtc"))
+    for library in sorted(libraries, key=lambda path: "builtins" not in path):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    from cuda.bindings import nvrtc
+
+    assert nvrtc.nvrtcVersion()[1:] == (12, 6)
+    return nvrtc
+
+
+Compile = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def compile_(nvrtc: Any, headers: Path) -> Compile:
+    """Compiles a TileLang kernel; returns the errors, an empty text where there are none."""
+    import tilelang
+
+    root = Path(tilelang.__file__).parent
+    folders = (root / "src", root / "3rdparty" / "cutlass" / "include", headers)
+
+    def run(source: str, target: str, *flags: str, before: tuple[Path, ...] = ()) -> str:
+        code = "#include <tl_templates/cuda/nvrtc_std.h>\n" + source
+        options = ["-default-device", f"--gpu-architecture={target}", *(f"-I{p}" for p in (*before, *folders)), *flags]
+        _, program = nvrtc.nvrtcCreateProgram(code.encode(), b"kernel", 0, [], [])
+        (done,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = bytes(size)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        if done == nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            return ""
+        return log.decode(errors="replace") or str(done)
+
+    return run
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def source(request: pytest.FixtureRequest) -> str:
+    """The CUDA C++ of a matrix product for sm_90a."""
+    import tilelang
+    import tilelang.language as tl
+    from tilelang import tvm
+
+    dtype = request.param
+
+    @tl.prim_func
+    def product(A: tl.Tensor((256, 256), dtype), B: tl.Tensor((256, 256), dtype), C: tl.Tensor((256, 256), "float32")):
+        with tl.Kernel(2, 2, threads=128) as (x, y):
+            a = tl.alloc_shared((128, 64), dtype)
+            b = tl.alloc_shared((64, 128), dtype)
+            c = tl.alloc_fragment((128, 128), "float32")
+            tl.clear(c)
+            for k in tl.Pipelined(4, num_stages=2):
+                tl.copy(A[y * 128, k * 64], a)
+                tl.copy(B[k * 64, x * 128], b)
+                tl.gemm(a, b, c)
+            tl.copy(c, C[y * 128, x * 128])
+
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+    with target:
+        return str(tilelang.lower(product, target=target).kernel_source)
+
+
+def test_cuda_12_6_compiles_kernels_behind_the_stub(compile_: Compile, source: str) -> None:
+    assert compile_(source, "sm_90a", *STUB) == ""
+
+
+def test_a_newer_compiler_with_older_headers_needs_the_stub(compile_: Compile, source: str) -> None:
+    """Every kernel, with fp8 or without: red without the stub, green with it."""
+    errors = compile_(source, "compute_90a", *NEWER_COMPILER)
+    assert 'identifier "__nv_fp8_e8m0" is undefined' in errors
+    assert 'identifier "__nv_cvt_bfloat162raw_to_e8m0x2" is undefined' in errors
+    assert compile_(source, "compute_90a", *NEWER_COMPILER, *STUB) == ""
+
+
+PROBE = """
+#include <cuda_fp8.h>
+extern "C" __global__ void kernel(unsigned char *x) { %s }
+"""
+DECLARED = "__nv_fp8_e8m0 y; y.__x = x[0]; x[1] = y.__x;"
+
+
+def test_the_stub_declares_what_it_says(compile_: Compile) -> None:
+    assert "__nv_fp8_e8m0" in compile_(PROBE % DECLARED, "sm_90a")
+    assert compile_(PROBE % DECLARED, "sm_90a", *STUB) == ""
+
+
+def test_e8m0_in_earnest_is_not_computed_wrongly(compile_: Compile) -> None:
+    """The conversions are declared and not defined: a kernel that calls one does not assemble."""
+    used = PROBE % "x[0] = __nv_cvt_float_to_e8m0(1.0f, __NV_SATFINITE, cudaRoundPosInf);"
+    errors = compile_(used, "sm_90a", *STUB)
+    assert "__nv_cvt_float_to_e8m0" in errors or "undefined" in errors.lower() or "unresolved" in errors.lower()
+    assert errors
+
+
+def test_the_stub_is_inert_where_the_headers_are_of_12_8(compile_: Compile, tmp_path: Path) -> None:
+    """NVRTC knows them by cuda_fp4.h; then nothing is declared, so that nothing is declared twice."""
+    (tmp_path / "cuda_fp4.h").touch()
+    errors = compile_(PROBE % DECLARED, "sm_90a", *STUB, before=(tmp_path,))
+    assert "__nv_fp8_e8m0" in errors
+
+
+def test_flags_of_both_compilers() -> None:
+    assert (stubs.INCLUDE / "cuda_fp8.h").is_file()
+    assert stubs.compile_flags("nvcc") == [f"-I{stubs.INCLUDE}"]
+    assert stubs.compile_flags("nvrtc") == [f"--pre-include={stubs.INCLUDE}/cuda_fp8.h"]

@@ -406,13 +406,31 @@ def test_warm_with_nothing_to_compile(backends: Registry, capsys: pytest.Capture
     assert out.startswith("nothing to compile")
 
 
-def test_warm_compiles_each_schedule_once(backends: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warm_compiles_each_schedule_once_for_each_set_of_heads(
+    backends: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels are compiled for heads and widths, whatever the schedule says; B and T decide nothing."""
     fake_backend(backends, "compile_well")
     code, out, _ = run(capsys, "warm", OP)
     assert code == 0
-    assert out.count("fake/gated_delta_rule/best") == 1
-    assert out.endswith("1 compiled, 0 failed\n")
-    assert run(capsys, "warm", "--dtype", "bf16", "--dtype", "fp16")[1].endswith("2 compiled, 0 failed\n")
+    heads = [line.partition(" H=")[2].partition(" K=")[0] for line in out.splitlines()[:-1]]
+    assert heads == ["16 HV=32", "16 HV=64", "2 HV=8"]
+    assert out.endswith("3 compiled, 0 failed\n")
+    assert run(capsys, "warm", "--dtype", "bf16", "--dtype", "fp16")[1].endswith("6 compiled, 0 failed\n")
+
+
+def test_warm_for_a_call_of_ones_own(backends: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_backend(backends, "compile_well")
+    argv = ("--sizes", "H=3,HV=6,K=64", "--ragged", "--given", "initial_state", "--option", "output_final_state=true")
+    code, out, _ = run(capsys, "warm", OP, *argv, "--dtype", "g=fp32", "--no-grad")
+    assert code == 0
+    (line,) = out.splitlines()[:-1]
+    sizes = ("H=3 ", "HV=6 ", "K=64 ", "V=128 ", "N=1;")
+    for part in (*sizes, "v:bf16 g:fp32", "initial_state:fp32", "ragged=True", "gradients: none"):
+        assert part in line, line
+    code, _, err = run(capsys, "warm", OP, "--sizes", "H=3,HV=5")
+    assert code == 2
+    assert "HV" in err
 
 
 def test_warm_reports_what_does_not_compile(backends: Registry, capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,7 +438,7 @@ def test_warm_reports_what_does_not_compile(backends: Registry, capsys: pytest.C
     code, out, _ = run(capsys, "warm")
     assert code == 1
     assert "failed: CompileFailure: ptxas said no" in out
-    assert "0 compiled, 1 failed" in out
+    assert "0 compiled, 3 failed" in out
 
 
 def test_warm_lets_bugs_through(backends: Registry) -> None:

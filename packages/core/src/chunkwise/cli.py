@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -218,15 +220,19 @@ def _explain_parser() -> argparse.ArgumentParser:
         metavar="bf16|g=fp32",
         help="of the activations (default bf16), or of one argument; may be repeated",
     )
+    _add_how_it_is_called(parser)
+    parser.add_argument("--backend", help="the backend or implementation that must run it")
+    parser.add_argument("--residuals", help="lean, full, or the name of a residual format")
+    return parser
+
+
+def _add_how_it_is_called(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ragged", action="store_true", help="packed sequences; then --sizes needs N too")
     parser.add_argument(
         "--given", action="append", default=[], metavar="ARGUMENT", help="an optional tensor that is given"
     )
     parser.add_argument("--no-grad", action="store_true", help="no gradient is needed")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the op")
-    parser.add_argument("--backend", help="the backend or implementation that must run it")
-    parser.add_argument("--residuals", help="lean, full, or the name of a residual format")
-    return parser
 
 
 def _explain(argv: list[str]) -> int:
@@ -345,16 +351,26 @@ def _parse_options(declaration: Declaration, given: Sequence[str]) -> dict[str, 
 # --- warm ------------------------------------------------------------------------------------------------
 
 
-def _warm(argv: list[str]) -> int:
-    parser = _parser("warm", "Compile ahead of time what the backends need for the ops' benchmark shapes.")
+def _warm_parser() -> argparse.ArgumentParser:
+    parser = _parser("warm", "Compile ahead of time what the backends need for calls of these widths and heads.")
     parser.epilog = "Exit code: 0 if everything compiled (or nothing had to), 1 if something did not."
     parser.add_argument("op", nargs="*", help="the ops to compile for; default: all")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: this machine's first GPU")
     parser.add_argument("--backend", help="the backend to compile for; default: all that are usable")
     parser.add_argument(
-        "--dtype", action="append", default=[], help="of the activations (default bf16); may be repeated"
+        "--dtype",
+        action="append",
+        default=[],
+        metavar="bf16|g=fp32",
+        help="of the activations (default bf16): each of those named; or of one argument; may be repeated",
     )
-    args = parser.parse_args(argv)
+    parser.add_argument("--sizes", metavar="H=16,K=128,...", help="in place of those of the ops' benchmark shapes")
+    _add_how_it_is_called(parser)
+    return parser
+
+
+def _warm(argv: list[str]) -> int:
+    args = _warm_parser().parse_args(argv)
     from chunkwise.dispatcher.registry import registry
     from chunkwise.ops import OPS
 
@@ -367,33 +383,66 @@ def _warm(argv: list[str]) -> int:
     work = [
         item
         for declaration in declarations
-        for dtype in args.dtype or ["bf16"]
-        for item in _compilations(declaration, device, dtype, args.backend)
+        for dtype in [text for text in args.dtype if "=" not in text] or ["bf16"]
+        for item in _compilations(declaration, device, dtype, args)
     ]
     if not work:
         say(f"nothing to compile: no usable backend has kernels to build ahead of time for {device.name}")
         return 0
-    failed = sum(not _compile(*item) for item in work)
+    parts = ("forward",) if args.no_grad else ("forward", "backward")
+    with _current(args.device, device):
+        failed = sum(not _compile(*item, parts) for item in work)
     say(f"{len(work) - failed} compiled, {failed} failed")
     return 1 if failed else 0
 
 
-def _compilations(
-    declaration: Declaration, device: DeviceFacts, dtype: str, backend: str | None
-) -> list[tuple[Implementation, Any, Facts]]:
-    """Each implementation with a compile hook, with each schedule that a benchmark case gives it."""
-    from chunkwise.dispatcher.described import facts_of, of_case
+def _current(name: str | None, device: DeviceFacts) -> contextlib.AbstractContextManager[Any]:
+    """The device that kernels are built for, as the current one."""
+    import torch
 
+    if device.kind != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.device(int((name or "").partition(":")[2] or 0))
+
+
+def _compilations(
+    declaration: Declaration, device: DeviceFacts, dtype: str, args: argparse.Namespace
+) -> list[tuple[Implementation, Any, Facts]]:
+    """Each implementation with a compile hook, with each schedule and kernel-deciding size of the wanted calls."""
     work: list[tuple[Implementation, Any, Facts]] = []
-    for implementation in _compiled_implementations(declaration.name, backend):
-        schedules: list[Any] = []
-        for case in declaration.promises.benchmarks:
-            facts = facts_of(declaration, of_case(case, device, dtype))
+    for implementation in _compiled_implementations(declaration.name, args.backend):
+        known: list[tuple[Any, ...]] = []
+        for facts in _warmed_calls(declaration, device, dtype, args):
             verdict = implementation.judge(facts)
-            if not verdict.hard and verdict.schedule not in schedules:
-                schedules.append(verdict.schedule)
+            decisive = (verdict.schedule, *(facts.size(axis) for axis in declaration.promises.static_axes))
+            if not verdict.hard and decisive not in known:
+                known.append(decisive)
                 work.append((implementation, verdict.schedule, facts))
     return work
+
+
+def _warmed_calls(
+    declaration: Declaration, device: DeviceFacts, dtype: str, args: argparse.Namespace
+) -> Iterator[Facts]:
+    """The facts of the benchmark shapes, changed as the arguments say."""
+    from chunkwise.dispatcher.described import facts_of, of_case
+
+    given = _parse_sizes(args.sizes) if args.sizes else {}
+    for case in declaration.promises.benchmarks:
+        call = of_case(case, device, dtype, gradients=not args.no_grad)
+        sizes = {**call.sizes, **given}
+        if args.ragged and case.offsets is None:
+            for offsets in declaration.promises.offsets:
+                sizes = {**sizes, offsets.batch: 1, offsets.sequences: given.get(offsets.sequences, 1)}
+        described = dataclasses.replace(
+            call,
+            sizes=sizes,
+            dtypes=_dtypes(args.dtype)[1],
+            options={**call.options, **_parse_options(declaration, args.option)},
+            given=(*call.given, *args.given),
+            ragged=call.ragged or args.ragged,
+        )
+        yield facts_of(declaration, described)
 
 
 def _compiled_implementations(op: str, backend: str | None) -> Iterator[Implementation]:
@@ -405,10 +454,10 @@ def _compiled_implementations(op: str, backend: str | None) -> Iterator[Implemen
             yield implementation
 
 
-def _compile(implementation: Implementation, schedule: Any, facts: Facts) -> bool:
+def _compile(implementation: Implementation, schedule: Any, facts: Facts, wanted: Sequence[str]) -> bool:
     from chunkwise.dispatcher import failure
 
-    parts = [part for part in ("forward", "backward") if getattr(implementation, part) is not None]
+    parts = [part for part in wanted if getattr(implementation, part) is not None]
     start = time.perf_counter()
     cause = failure.compile_kernels(implementation, schedule, facts, parts)
     took_s = time.perf_counter() - start

@@ -399,7 +399,7 @@ def test_a_whole_run_on_a_gpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dispatch"], "no op is called dispatch; known: chunk_gated_delta_rule; `chunkwise bench host`"),
+        (["dispatch"], f"no op is called dispatch; known: {', '.join(OPS)}; `chunkwise bench host`"),
         ([OP, "--shapes", "h3-*"], "no benchmark shape 'h3-*'"),
         ([OP, "--peer", "nobody"], "no peer is called nobody; known peers: fla-core, flash-qla"),
         ([OP, "--route", "nowhere"], "nowhere"),

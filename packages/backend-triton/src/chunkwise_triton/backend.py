@@ -62,7 +62,10 @@ BACKEND = Backend(
     name="triton",
     distribution="chunkwise-triton",
     core=">=0.1,<0.2",
-    tables=("chunkwise_triton.gated_delta_rule.implementations:IMPLEMENTATIONS",),
+    tables=(
+        "chunkwise_triton.gated_delta_rule.implementations:IMPLEMENTATIONS",
+        "chunkwise_triton.delta_rule.implementations:IMPLEMENTATIONS",
+    ),
     needs=(Need("an NVIDIA GPU of sm_80 or newer", probe_device), Need("triton", probe_triton)),
     is_compile_failure=is_compile_failure,
 )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from chunkwise.dispatcher.policy import prefer
     from chunkwise.errors import ChunkwiseError, NoImplementationError
     from chunkwise.ops import OPS
+    from chunkwise.ops.delta_rule import chunk_delta_rule
     from chunkwise.ops.gated_delta_rule import chunk_gated_delta_rule
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ _EXPORTS = {
     "Explanation": "chunkwise.dispatcher.explain",
     "NoImplementationError": "chunkwise.errors",
     "OPS": "chunkwise.ops",
+    "chunk_delta_rule": "chunkwise.ops.delta_rule",
     "chunk_gated_delta_rule": "chunkwise.ops.gated_delta_rule",
     "explain": "chunkwise.dispatcher.explain",
     "prefer": "chunkwise.dispatcher.policy",
@@ -32,6 +34,7 @@ __all__ = [
     "ChunkwiseError",
     "Explanation",
     "NoImplementationError",
+    "chunk_delta_rule",
     "chunk_gated_delta_rule",
     "explain",
     "prefer",

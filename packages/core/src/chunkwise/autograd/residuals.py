@@ -64,6 +64,9 @@ class ResidualFormat:
     @cached_property
     def pick(self) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
         """Takes the fields, in order, out of what a forward returned by name; KeyError where one is missing."""
+        if len(self.field_names) == 1:  # itemgetter would return the tensor itself
+            (name,) = self.field_names
+            return lambda tensors: (tensors[name],)
         return operator.itemgetter(*self.field_names)
 
 

@@ -35,4 +35,15 @@ GATED_DELTA_RULE = Implementation(
     residuals=("gdn-wy64@1", "gdn-states64@1"),
 )
 
-IMPLEMENTATIONS = (GATED_DELTA_RULE,)
+DELTA_RULE = Implementation(
+    "torch/delta_rule/chunkwise",
+    op="chunk_delta_rule",
+    rank=1000,
+    archs=("any",),
+    schedule=chunks_of_64,
+    forward="chunkwise.eager.delta_rule:forward",
+    backward="chunkwise.eager.delta_rule:backward",
+    residuals=("delta-wy64@1", "delta-states64@1"),
+)
+
+IMPLEMENTATIONS = (GATED_DELTA_RULE, DELTA_RULE)

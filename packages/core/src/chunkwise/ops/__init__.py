@@ -11,7 +11,10 @@ from chunkwise import errors
 if TYPE_CHECKING:
     from chunkwise.protocol.op import Op
 
-_MODULES = {"chunk_gated_delta_rule": "chunkwise.ops.gated_delta_rule"}
+_MODULES = {
+    "chunk_gated_delta_rule": "chunkwise.ops.gated_delta_rule",
+    "chunk_delta_rule": "chunkwise.ops.delta_rule",
+}
 
 
 class _Ops(Mapping[str, "Op[Any, Any]"]):

@@ -144,3 +144,36 @@ def gated_delta_rule(
     else:
         state = initial_state.to(dtype)
     return scan(gated_delta_rule_step, (q * scale, k, v, g, beta), v, state, cu_seqlens)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Offsets | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule, `S <- S + k_t (beta_t (v_t - S^T k_t))^T`, `o_t = scale * S^T q_t`: no gate.
+
+    Shapes: q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta `[B, T, H]`, states `[N, H, K, V]`.
+
+    Returns:
+        `(o, final_state)`, o shaped like v.
+
+    Source: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", equation 5.
+    """
+    return gated_delta_rule(
+        q,
+        k,
+        v,
+        torch.zeros_like(beta),
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )

@@ -10,6 +10,11 @@ _GATED_DELTA_RULE_ARGUMENTS = (
     *("cu_seqlens_cpu", "use_qk_l2norm_in_kernel", "state_v_first"),
 )
 
+_DELTA_RULE_ARGUMENTS = (
+    *("q", "k", "v", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens", "cu_seqlens_cpu"),
+    "use_qk_l2norm_in_kernel",
+)
+
 
 def _unsupported(facts: Facts) -> str | None:
     if facts.device.kind != "cuda":
@@ -25,6 +30,12 @@ FLA_CORE = Peer(
             op="chunk_gated_delta_rule",
             function="fla.ops.gated_delta_rule:chunk_gated_delta_rule",
             arguments=_GATED_DELTA_RULE_ARGUMENTS,
+            unsupported=_unsupported,
+        ),
+        Adapter(
+            op="chunk_delta_rule",
+            function="fla.ops.delta_rule:chunk_delta_rule",
+            arguments=_DELTA_RULE_ARGUMENTS,
             unsupported=_unsupported,
         ),
     ),

@@ -1,0 +1,41 @@
+"""The table of the delta rule on Triton: the kernels of the gated delta rule. Imports no kernel language."""
+
+from __future__ import annotations
+
+from chunkwise.verifier.facts import Facts
+from chunkwise.verifier.implementation import Implementation
+from chunkwise.verifier.refusal import DoesNotFit
+from chunkwise.verifier.rules import same_dtype, size_at_most
+from chunkwise_triton.gated_delta_rule import implementations, schedules
+
+
+def as_gated(facts: Facts) -> Facts:
+    """The facts of the call of the gated delta rule that runs: a value head for every head, gates in fp32."""
+    return facts.with_size("HV", facts.size("H")).with_dtype("g", "fp32")
+
+
+def schedule(facts: Facts) -> schedules.Schedule | DoesNotFit:
+    """That of the gated delta rule."""
+    return schedules.schedule(as_gated(facts))
+
+
+SPLIT = Implementation(
+    "triton/delta_rule/split",
+    op="chunk_delta_rule",
+    rank=100,
+    archs=implementations.ARCHS,
+    requires=(
+        same_dtype("q k v"),
+        size_at_most("K", 256),
+        size_at_most("V", 256),
+        implementations.NO_INTERPRETED_BF16,
+        implementations.WIDE_FP32_NEEDS_HOPPER,
+    ),
+    schedule=schedule,
+    forward="chunkwise_triton.delta_rule.launch:forward",
+    backward="chunkwise_triton.delta_rule.launch:backward",
+    compile="chunkwise_triton.delta_rule.launch:compile",
+    residuals=("delta-wy64@1", "delta-states64@1"),
+)
+
+IMPLEMENTATIONS = (SPLIT,)

@@ -67,9 +67,6 @@ class Ragged:
         return padded.index_select(0, self._latest_rows).unflatten(0, (self.count, self.reach))
 
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
-
-
 class MixerState(NamedTuple):
     """What a mixer carries over a cut in a document."""
 
@@ -101,45 +98,41 @@ class ShortConvolution(nn.Module):
         return silu(mixed.index_select(0, ragged.rows - ragged.reach)), ragged.latest(padded)
 
 
-class GatedDeltaNet(nn.Module):
-    """Short convolution, gated delta rule, gated normalisation (Yang, Kautz and Hatamizadeh, 2025)."""
+class DeltaMixer(nn.Module):
+    """Short convolution, a delta rule, gated normalisation; what a delta rule takes is its subclasses' matter."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    op: Any  # the op of this library that runs it
+
+    def __init__(self, config: ModelConfig, key_heads: int) -> None:
         super().__init__()
-        self.config = config
-        keys, values = config.heads * config.key_width, config.value_heads * config.value_width
+        self.counts = (key_heads, key_heads, config.value_heads)
+        keys, values = key_heads * config.key_width, config.value_heads * config.value_width
         self.split = (keys, keys, values)
         self.qkv = nn.Linear(config.width, sum(self.split), bias=False)
         self.convolution = ShortConvolution(sum(self.split), config.kernel)
-        self.gates = nn.Linear(config.width, 2 * config.value_heads, bias=False)
-        # Decays exp(-A * dt) that differ per head: A from 1 to 16, dt around 0.01 to 0.1 at the start.
-        self.A_log = nn.Parameter(torch.linspace(1.0, 16.0, config.value_heads).log())
-        dt = torch.logspace(-2, -1, config.value_heads)
-        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.output_gate = nn.Linear(config.width, values, bias=False)
         self.norm = nn.RMSNorm(config.value_width, eps=1e-6)
         self.output = nn.Linear(values, config.width, bias=False)
         nn.init.zeros_(self.output.weight)  # at first the layer adds nothing
 
+    def steps(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the op takes behind q, k and v, from `x` [T, width]: `[1, T, HV]` each, fp32."""
+        raise NotImplementedError
+
     def op_arguments(
         self, x: Tensor, ragged: Ragged, state: MixerState | None
-    ) -> tuple[Tensors, dict[str, Any], Tensor]:
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
         """Tensors and options of the op for `x` [T, width], and the convolution's new history."""
         mixed, history = self.convolution(self.qkv(x), ragged, state.convolution if state else None)
-        q, k, v = (part.unflatten(-1, (heads, -1))[None] for part, heads in self._heads(mixed))
-        step, beta = self.gates(x).float()[None].chunk(2, dim=-1)
-        g = -self.A_log.exp() * softplus(step + self.dt_bias)  # natural log of the decay, fp32, <= 0
+        parts = zip(mixed.split(self.split, dim=-1), self.counts, strict=True)
+        qkv = (part.unflatten(-1, (heads, -1))[None] for part, heads in parts)
         options = {
             "initial_state": state.recurrent if state else None,
             "cu_seqlens": ragged.cu_seqlens,
             "cu_seqlens_cpu": ragged.cu_seqlens_cpu,
             "use_qk_l2norm_in_kernel": True,
         }
-        return (q, k, v, g, beta.sigmoid()), options, history
-
-    def _heads(self, mixed: Tensor) -> list[tuple[Tensor, int]]:
-        counts = (self.config.heads, self.config.heads, self.config.value_heads)
-        return list(zip(mixed.split(self.split, dim=-1), counts, strict=True))
+        return (*qkv, *self.steps(x)), options, history
 
     def forward(
         self, x: Tensor, ragged: Ragged, state: MixerState | None, keep_state: bool
@@ -147,18 +140,51 @@ class GatedDeltaNet(nn.Module):
         """Mixes `x` [T, width] along each document; the new state only if `keep_state`."""
         tensors, options, history = self.op_arguments(x, ragged, state)
         options["output_final_state"] = keep_state
-        o, recurrent = chunkwise.chunk_gated_delta_rule(*tensors, **options)
-        gate = silu(self.output_gate(x)).unflatten(-1, (self.config.value_heads, -1))
+        o, recurrent = self.op(*tensors, **options)
+        gate = silu(self.output_gate(x)).unflatten(-1, (self.counts[2], -1))
         y = self.output((self.norm(o[0].float()) * gate).flatten(-2))
         return y, None if recurrent is None else MixerState(history, recurrent)
 
     def explain(self, x: Tensor, ragged: Ragged) -> Any:
         """What `chunkwise.explain` says of this layer's call."""
         tensors, options, _ = self.op_arguments(x, ragged, None)
-        return chunkwise.explain(chunkwise.chunk_gated_delta_rule, *tensors, **options)
+        return chunkwise.explain(self.op, *tensors, **options)
 
 
-MIXERS: dict[str, type[nn.Module]] = {"gated_delta_rule": GatedDeltaNet}
+class GatedDeltaNet(DeltaMixer):
+    """The gated delta rule (Yang, Kautz and Hatamizadeh, 2025)."""
+
+    op = chunkwise.chunk_gated_delta_rule
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.heads)
+        self.gates = nn.Linear(config.width, 2 * config.value_heads, bias=False)
+        # Decays exp(-A * dt) that differ per head: A from 1 to 16, dt around 0.01 to 0.1 at the start.
+        self.A_log = nn.Parameter(torch.linspace(1.0, 16.0, config.value_heads).log())
+        dt = torch.logspace(-2, -1, config.value_heads)
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+
+    def steps(self, x: Tensor) -> tuple[Tensor, ...]:
+        """g, the natural log of the decay, <= 0; beta."""
+        step, beta = self.gates(x).float()[None].chunk(2, dim=-1)
+        return -self.A_log.exp() * softplus(step + self.dt_bias), beta.sigmoid()
+
+
+class DeltaNet(DeltaMixer):
+    """The delta rule (Yang, Wang, Zhang, Shen and Kim, 2024); every value head has a key head of its own."""
+
+    op = chunkwise.chunk_delta_rule
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.value_heads)
+        self.beta = nn.Linear(config.width, config.value_heads, bias=False)
+
+    def steps(self, x: Tensor) -> tuple[Tensor, ...]:
+        """beta."""
+        return (self.beta(x).float()[None].sigmoid(),)
+
+
+MIXERS: dict[str, type[nn.Module]] = {"gated_delta_rule": GatedDeltaNet, "delta_rule": DeltaNet}
 
 
 class FeedForward(nn.Module):

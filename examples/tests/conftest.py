@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from model import ModelConfig
+from model import MIXERS, ModelConfig
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def tiny() -> ModelConfig:
-    """A model that is small in every axis, with more value heads than key heads and unlike widths."""
-    return ModelConfig(
-        layers=2, width=32, heads=2, value_heads=4, key_width=16, value_width=24, hidden=48, buckets=101, dropout=0.1
-    )
+@pytest.fixture(params=sorted(MIXERS))
+def tiny(request: pytest.FixtureRequest) -> ModelConfig:
+    """A model with each mixer, small in every axis, with more value heads than key heads and unlike widths."""
+    sizes = {"layers": 2, "width": 32, "heads": 2, "value_heads": 4, "key_width": 16, "value_width": 24}
+    return ModelConfig(mixer=request.param, hidden=48, buckets=101, dropout=0.1, **sizes)

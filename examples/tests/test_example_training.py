@@ -102,7 +102,7 @@ def test_the_command_end_to_end(tiny: ModelConfig, tmp_path: Path, monkeypatch: 
     assert len((out / "sample.txt").read_bytes()) == len(train_bytes.PROMPT) + 8
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["steps"] == len(metrics["curve"]) == 3
-    assert "gated_delta_rule" in metrics["route"]
+    assert f"/{tiny.mixer}/" in metrics["route"]
     assert metrics["after_bits_per_byte"] < metrics["before_bits_per_byte"]
     assert train_bytes.main([*common, "--steps", "4", "--resume"]) == 0
     assert json.loads((out / "metrics.json").read_text())["steps"] == 4

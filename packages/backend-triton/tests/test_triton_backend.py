@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import subprocess
 import sys
@@ -10,8 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chunkwise.dispatcher.described import DescribedCall, facts_of
 from chunkwise.dispatcher.registry import Registry
+from chunkwise.ops import OPS
+from chunkwise.verifier.device import FAKE_DEVICES
+from chunkwise.verifier.facts import Facts
 from chunkwise_triton import backend
+from chunkwise_triton.gated_delta_rule import schedules
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="triton is published for Linux")
 
@@ -253,3 +259,26 @@ def test_the_names_are_those_of_the_installed_triton() -> None:
     assert backend.is_compile_failure(runtime.PTXASError("ptxas died"))
     assert issubclass(compiler.UnsupportedLanguageConstruct, compiler.CompilationError)
     assert backend.is_compile_failure(compiler.CompilationError("", None, "no such thing"))
+
+
+@LINUX_ONLY
+def test_kernels_are_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new length is a new route and asks again; that must cost next to nothing."""
+    launch = pytest.importorskip("chunkwise_triton.gated_delta_rule.launch")
+    built: list[Facts] = []
+    monkeypatch.setattr(launch, "_build", lambda schedule, facts, parts: built.append(facts))
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_WARM", set())
+    call = DescribedCall(FAKE_DEVICES["H200"], {"B": 1, "T": 64, "H": 2, "HV": 4, "K": 64, "V": 64})
+    others = [
+        dataclasses.replace(call, sizes={**call.sizes, "HV": 8}),
+        dataclasses.replace(call, dtypes={"g": "fp32"}),
+        dataclasses.replace(call, gradients=False),
+        dataclasses.replace(call, options={"output_final_state": True}),
+    ]
+    for described in (call, dataclasses.replace(call, sizes={**call.sizes, "T": 65}), *others):
+        facts = facts_of(OPS["chunk_gated_delta_rule"].declaration, described)
+        for _ in range(2):
+            launch.compile(schedules.schedule(facts), facts, ("forward", "backward"))
+    assert len(built) == 1 + len(others)

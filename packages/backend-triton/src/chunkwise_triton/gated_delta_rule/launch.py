@@ -242,10 +242,23 @@ def _gates_again(call: _Call) -> dict[str, Tensor]:
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+_WARM: set[tuple[Any, ...]] = set()
+
+
 def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
-    """Build the kernels of a call's parts: the call itself, on ``meta`` tensors."""
+    """Build the kernels of a call's parts: the call itself, on ``meta`` tensors. Nothing where they were built."""
     if interpreting():
         return
+    sizes = (facts.size(axis) for axis in ("H", "HV", "K", "V"))
+    flags = (facts.flag(name) for name in ("ragged", "output_final_state", "use_qk_l2norm_in_kernel"))
+    decisive = (*sizes, *flags, *sorted(facts.dtypes.items()), facts.needs, *parts)
+    key = (torch.cuda.current_device(), schedule, *decisive)
+    if key not in _WARM:
+        _build(schedule, facts, parts)
+        _WARM.add(key)
+
+
+def _build(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
     rows = schedule.chunk_size
     lengths = {"B": 1, "T": rows, "N": 1, "N+1": 2}
     axes = {"q": "B T H K", "k": "B T H K", "v": "B T HV V", "g": "B T HV", "beta": "B T HV"}

@@ -1,6 +1,7 @@
 """A byte-level language model of gated-delta-net layers: plain PyTorch around one op of chunkwise."""
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -98,10 +99,11 @@ class ShortConvolution(nn.Module):
         return silu(mixed.index_select(0, ragged.rows - ragged.reach)), ragged.latest(padded)
 
 
-class DeltaMixer(nn.Module):
-    """Short convolution, a delta rule, gated normalisation; what a delta rule takes is its subclasses' matter."""
+class RecurrentMixer(nn.Module):
+    """Short convolution, a recurrence, gated normalisation; which recurrence is its subclasses' matter."""
 
     op: Any  # the op of this library that runs it
+    op_options: Mapping[str, Any] = {}
 
     def __init__(self, config: ModelConfig, key_heads: int) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ class DeltaMixer(nn.Module):
             "initial_state": state.recurrent if state else None,
             "cu_seqlens": ragged.cu_seqlens,
             "cu_seqlens_cpu": ragged.cu_seqlens_cpu,
-            "use_qk_l2norm_in_kernel": True,
+            **self.op_options,
         }
         return (*qkv, *self.steps(x)), options, history
 
@@ -151,29 +153,57 @@ class DeltaMixer(nn.Module):
         return chunkwise.explain(self.op, *tensors, **options)
 
 
-class GatedDeltaNet(DeltaMixer):
+class Decay(nn.Module):
+    """The natural log of a decay, <= 0, for each of some heads: `-exp(A_log) softplus(x W + dt_bias)`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.step = nn.Linear(width, heads, bias=False)
+        # Decays exp(-A * dt) that differ per head: A from 1 to 16, dt around 0.01 to 0.1 at the start.
+        self.A_log = nn.Parameter(torch.linspace(1.0, 16.0, heads).log())
+        dt = torch.logspace(-2, -1, heads)
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [T, width] to [1, T, heads], fp32."""
+        return -self.A_log.exp() * softplus(self.step(x).float()[None] + self.dt_bias)
+
+
+class GatedDeltaNet(RecurrentMixer):
     """The gated delta rule (Yang, Kautz and Hatamizadeh, 2025)."""
 
     op = chunkwise.chunk_gated_delta_rule
+    op_options: Mapping[str, Any] = {"use_qk_l2norm_in_kernel": True}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, config.heads)
-        self.gates = nn.Linear(config.width, 2 * config.value_heads, bias=False)
-        # Decays exp(-A * dt) that differ per head: A from 1 to 16, dt around 0.01 to 0.1 at the start.
-        self.A_log = nn.Parameter(torch.linspace(1.0, 16.0, config.value_heads).log())
-        dt = torch.logspace(-2, -1, config.value_heads)
-        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        self.decay = Decay(config.width, config.value_heads)
+        self.beta = nn.Linear(config.width, config.value_heads, bias=False)
 
     def steps(self, x: Tensor) -> tuple[Tensor, ...]:
-        """g, the natural log of the decay, <= 0; beta."""
-        step, beta = self.gates(x).float()[None].chunk(2, dim=-1)
-        return -self.A_log.exp() * softplus(step + self.dt_bias), beta.sigmoid()
+        """g, beta."""
+        return self.decay(x), self.beta(x).float()[None].sigmoid()
 
 
-class DeltaNet(DeltaMixer):
+class SimpleGLA(RecurrentMixer):
+    """Linear attention with one gate a head; every value head has a key head of its own."""
+
+    op = chunkwise.chunk_simple_gla
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.value_heads)
+        self.decay = Decay(config.width, config.value_heads)
+
+    def steps(self, x: Tensor) -> tuple[Tensor, ...]:
+        """g."""
+        return (self.decay(x),)
+
+
+class DeltaNet(RecurrentMixer):
     """The delta rule (Yang, Wang, Zhang, Shen and Kim, 2024); every value head has a key head of its own."""
 
     op = chunkwise.chunk_delta_rule
+    op_options: Mapping[str, Any] = {"use_qk_l2norm_in_kernel": True}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, config.value_heads)
@@ -184,7 +214,11 @@ class DeltaNet(DeltaMixer):
         return (self.beta(x).float()[None].sigmoid(),)
 
 
-MIXERS: dict[str, type[nn.Module]] = {"gated_delta_rule": GatedDeltaNet, "delta_rule": DeltaNet}
+MIXERS: dict[str, type[nn.Module]] = {
+    "gated_delta_rule": GatedDeltaNet,
+    "delta_rule": DeltaNet,
+    "simple_gla": SimpleGLA,
+}
 
 
 class FeedForward(nn.Module):

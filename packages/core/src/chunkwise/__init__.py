@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chunkwise.ops import OPS
     from chunkwise.ops.delta_rule import chunk_delta_rule
     from chunkwise.ops.gated_delta_rule import chunk_gated_delta_rule
+    from chunkwise.ops.simple_gla import chunk_simple_gla
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ _EXPORTS = {
     "OPS": "chunkwise.ops",
     "chunk_delta_rule": "chunkwise.ops.delta_rule",
     "chunk_gated_delta_rule": "chunkwise.ops.gated_delta_rule",
+    "chunk_simple_gla": "chunkwise.ops.simple_gla",
     "explain": "chunkwise.dispatcher.explain",
     "prefer": "chunkwise.dispatcher.policy",
 }
@@ -36,6 +38,7 @@ __all__ = [
     "NoImplementationError",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_simple_gla",
     "explain",
     "prefer",
 ]

@@ -123,6 +123,10 @@ def requires(op: str, name: str, needed: str) -> Exception:
     return ArgumentValueError(f"{op}: {name} was given without {needed}, and means nothing then; give both or none")
 
 
+def exclude_each_other(op: str, one: str, other: str) -> Exception:
+    return ArgumentValueError(f"{op}: {one} and {other} were both given, but only one of them can hold; leave one out")
+
+
 def bad_offset(op: str, name: str, index: int, value: int, reason: str) -> Exception:
     return ArgumentValueError(
         f"{op}: {name}[{index}] = {value} {reason}; offsets start at 0, never decrease and end at T or before it"

@@ -18,7 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from chunkwise.eager.chunks import ChunkGroup, ChunkLayout, Tiling, dense_layout, ragged_layout
+from chunkwise.eager.calls import layout_of, states_or_zeros
+from chunkwise.eager.chunks import ChunkGroup, ChunkLayout
 from chunkwise.eager.precision import exact_matmuls
 from chunkwise.eager.state_scan import Transition, scan_states, scan_states_backward
 from chunkwise.eager.triangular import (
@@ -38,11 +39,7 @@ every chunk, `states` `[slots, HV, K, V]`: no state has to be carried again."""
 
 _EPS = 1e-6  # of the L2 norm
 # exp is 0 in fp32 far above this; a gate of -inf (a reset) would give NaN in sums that multiply by zero.
-_LOWEST_GATE = -1e4
-
-# Elements of one temporary tensor: a core's cache holds a few; a GPU wants wide launches.
-_ELEMENTS_AT_ONCE = 1 << 18
-_ELEMENTS_AT_ONCE_ON_GPU = 1 << 25
+LOWEST_GATE = -1e4
 
 
 class Schedule(Protocol):
@@ -115,8 +112,8 @@ def forward(
 ) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
     """Compute `(o, final_state or None)` and the residuals of the format `save`, none when it is None."""
     with exact_matmuls(inputs.v.device):
-        layout = _layout(schedule, inputs)
-        final = _states_or_zeros(inputs, layout, inputs.initial_state)
+        layout = layout_of(schedule.chunk_size, inputs)
+        final = states_or_zeros(inputs, layout, inputs.initial_state)
         tensors = _residual_tensors(schedule, inputs, layout, save)
         rows = {name: x for name, x in tensors.items() if name != "states"}
         rows["o"] = inputs.v.new_empty(inputs.v.shape)
@@ -190,9 +187,9 @@ def backward(
     """Compute the gradients named in `needs` from `grads = (d_o, d_final_state)`; either may be None."""
     d_o, d_final = grads
     with exact_matmuls(inputs.v.device):
-        layout = _layout(schedule, inputs)
-        states = _states_or_zeros(inputs, layout, inputs.initial_state)
-        d_states = _states_or_zeros(inputs, layout, d_final)
+        layout = layout_of(schedule.chunk_size, inputs)
+        states = states_or_zeros(inputs, layout, inputs.initial_state)
+        d_states = states_or_zeros(inputs, layout, d_final)
         rows = {name: getattr(inputs, name) for name in needs - {"initial_state"}}
         rows = {name: x.new_zeros(x.shape) for name, x in rows.items()}
         for table in layout.tables:
@@ -285,27 +282,6 @@ def _add_state_gradients(
     grads["k"] += _group_sum(by_exit.sub_(by_error.mul_(chunk.beta.unsqueeze(-1))), heads)
 
 
-def _layout(schedule: Schedule, inputs: Inputs) -> ChunkLayout:
-    """Where the chunks of this call lie."""
-    v = inputs.v
-    batch, length, heads, value_width = v.shape
-    per_row = heads * max(schedule.chunk_size, inputs.k.shape[-1], value_width)
-    elements = _ELEMENTS_AT_ONCE if v.device.type == "cpu" else _ELEMENTS_AT_ONCE_ON_GPU
-    tiling = Tiling(schedule.chunk_size, elements // max(per_row, 1), v.device)
-    if inputs.cu_seqlens is None:
-        return dense_layout(batch, length, tiling)
-    offsets = inputs.cu_seqlens if inputs.cu_seqlens_cpu is None else inputs.cu_seqlens_cpu
-    return ragged_layout(length, offsets, tiling)
-
-
-def _states_or_zeros(inputs: Inputs, layout: ChunkLayout, states: Tensor | None) -> Tensor:
-    """A fresh fp32 `[N, HV, K, V]`: a copy of `states`, or zeros."""
-    if states is not None:
-        return states.to(torch.float32, copy=True)
-    shape = (layout.sequences, inputs.v.shape[2], inputs.k.shape[-1], inputs.v.shape[-1])
-    return torch.zeros(shape, dtype=torch.float32, device=inputs.v.device)
-
-
 def _pack(group: ChunkGroup, inputs: Inputs) -> _Chunk:
     """Gather the rows of a group and compute the decays inside its chunks."""
     q, k = group.pack(inputs.q), group.pack(inputs.k)
@@ -313,7 +289,7 @@ def _pack(group: ChunkGroup, inputs: Inputs) -> _Chunk:
     if inputs.use_qk_l2norm_in_kernel:
         q_norm, k_norm = _norm_factor(q), _norm_factor(k)
         q, k = q * q_norm, k * k_norm
-    high, low = prefix_sums(group.pack(inputs.g).clamp_(min=_LOWEST_GATE))
+    high, low = prefix_sums(group.pack(inputs.g).clamp_(min=LOWEST_GATE))
     sums = segment_sums(high, low)
     # The exponential of a large sum needs the digits that rounding it to fp32 took away.
     from_start = high.exp().mul_(low.exp())

@@ -46,4 +46,15 @@ DELTA_RULE = Implementation(
     residuals=("delta-wy64@1", "delta-states64@1"),
 )
 
-IMPLEMENTATIONS = (GATED_DELTA_RULE, DELTA_RULE)
+SIMPLE_GLA = Implementation(
+    "torch/simple_gla/chunkwise",
+    op="chunk_simple_gla",
+    rank=1000,
+    archs=("any",),
+    schedule=chunks_of_64,
+    forward="chunkwise.eager.simple_gla:forward",
+    backward="chunkwise.eager.simple_gla:backward",
+    residuals=("simple-gla64@1", "simple-gla-states64@1"),
+)
+
+IMPLEMENTATIONS = (GATED_DELTA_RULE, DELTA_RULE, SIMPLE_GLA)

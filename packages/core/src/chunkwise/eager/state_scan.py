@@ -1,10 +1,12 @@
-"""The scan of states over chunks, forward and backward, for delta rules with a scalar decay.
+"""The scan of states over chunks, forward and backward, for recurrences with a scalar decay.
 
 For one chunk with entry state `S` `[K, V]`, all rows at once:
 
     v_new = inverse (rhs - key_in S)            S' = decay S + key_out^T v_new
 
-Both functions walk the steps of a group of chunks; each step is a few batched products over the sequences
+for delta rules, and for states that only forget and add: `S' = decay S + key_out^T v`.
+
+All functions walk the steps of a group of chunks; each step is a few batched products over the sequences
 that still have a chunk, and all heads. States are carried in place.
 """
 
@@ -82,6 +84,50 @@ def scan_states_backward(
         torch.bmm(a, x.baddbmm_(k_out, current), out=r)
         current.mul_(factor).baddbmm_(q, d).baddbmm_(k_in, r, alpha=-1.0)
     return d_rhs, d_exit
+
+
+def accumulate_states(group: ChunkGroup, key_out: Tensor, decay: Tensor, v: Tensor, state: Tensor) -> Tensor:
+    """Carry states that forget and add, `S' = decay S + key_out^T v`, through the chunks of a group.
+
+    Args:
+        group: the chunks.
+        key_out: `[chunks, H, C, K]`.
+        decay: `[chunks, H]`.
+        v: `[chunks, H, C, V]`.
+        state: `[n, H, K, V]` of the table's sequences before the group; becomes that after it.
+
+    Returns:
+        The entry state of every chunk, `[chunks, H, K, V]`.
+    """
+    states = state.new_empty(group.chunks, *state.shape[1:])
+    carried = state.flatten(0, 1)
+    for entry, k_out, factor, x in _steps(group, states, key_out.mT, decay[..., None, None], v):
+        current = carried[: entry.shape[0]]
+        entry.copy_(current)
+        current.mul_(factor).baddbmm_(k_out, x)
+    return states
+
+
+def accumulate_states_backward(group: ChunkGroup, query: Tensor, decay: Tensor, d_o: Tensor, d_state: Tensor) -> Tensor:
+    """Carry the gradients of such states back.
+
+    Args:
+        group: the chunks.
+        query: `[chunks, H, C, K]`, the factor of S in the outputs.
+        decay: `[chunks, H]`.
+        d_o: `[chunks, H, C, V]`.
+        d_state: `[n, H, K, V]` of the states after the group; becomes that of the states before it.
+
+    Returns:
+        The gradient of every chunk's exit state, `[chunks, H, K, V]`.
+    """
+    d_exit = d_state.new_empty(group.chunks, *d_state.shape[1:])
+    carried = d_state.flatten(0, 1)
+    for leaving, q, factor, d in reversed(list(_steps(group, d_exit, query.mT, decay[..., None, None], d_o))):
+        current = carried[: leaving.shape[0]]
+        leaving.copy_(current)
+        current.mul_(factor).baddbmm_(q, d)
+    return d_exit
 
 
 def _steps(group: ChunkGroup, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

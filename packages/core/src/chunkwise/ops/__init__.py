@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "chunk_gated_delta_rule": "chunkwise.ops.gated_delta_rule",
     "chunk_delta_rule": "chunkwise.ops.delta_rule",
+    "chunk_simple_gla": "chunkwise.ops.simple_gla",
 }
 
 

@@ -177,3 +177,43 @@ def delta_rule(
         cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )
+
+
+def simple_gla_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """`S <- exp(g) S + k v^T;  o = S^T q`: q, k `[n, H, K]`, v `[n, H, V]`, g `[n, H]`."""
+    state = state * g.exp()[..., None, None] + k.unsqueeze(-1) * v.unsqueeze(-2)
+    return state, _read(state, q)
+
+
+def simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Offsets | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention with one gate a head, `S <- exp(g_t) S + k_t v_t^T`, `o_t = scale * S^T q_t`.
+
+    Shapes: q, k `[B, T, H, K]`, v `[B, T, H, V]`, g (natural log; None: no decay) `[B, T, H]`, states `[N, H, K, V]`.
+    Computed in the widest dtype given.
+
+    Returns:
+        `(o, final_state)`, o shaped like v.
+
+    Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.
+    """
+    given = [x for x in (q, k, v, g, initial_state) if x is not None]
+    dtype = given[0].dtype
+    for x in given[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    gates = q.new_zeros(q.shape[:3]) if g is None else g
+    q, k, v, gates = (x.to(dtype) for x in (q, k, v, gates))
+    if initial_state is None:
+        sequences = len(sequence_bounds(v.shape[0], v.shape[1], cu_seqlens)[0])
+        state = v.new_zeros(sequences, v.shape[2], k.shape[-1], v.shape[-1])
+    else:
+        state = initial_state.to(dtype)
+    return scan(simple_gla_step, (q * scale, k, v, gates), v, state, cu_seqlens)

@@ -14,6 +14,10 @@ _DELTA_RULE_ARGUMENTS = (
     *("q", "k", "v", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens", "cu_seqlens_cpu"),
     "use_qk_l2norm_in_kernel",
 )
+_SIMPLE_GLA_ARGUMENTS = (
+    *("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens", "cu_seqlens_cpu"),
+    "state_v_first",
+)
 
 
 def _unsupported(facts: Facts) -> str | None:
@@ -36,6 +40,12 @@ FLA_CORE = Peer(
             op="chunk_delta_rule",
             function="fla.ops.delta_rule:chunk_delta_rule",
             arguments=_DELTA_RULE_ARGUMENTS,
+            unsupported=_unsupported,
+        ),
+        Adapter(
+            op="chunk_simple_gla",
+            function="fla.ops.simple_gla:chunk_simple_gla",
+            arguments=_SIMPLE_GLA_ARGUMENTS,
             unsupported=_unsupported,
         ),
     ),

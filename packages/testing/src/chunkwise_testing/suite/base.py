@@ -113,21 +113,24 @@ class Suite:
 
 
 def small_case(op: str, name: str, tokens: int = 70, **sizes: int) -> Case:
-    """A case of one row with states in and out, with unlike heads and K != V."""
+    """A case of one row with states in and out, with unlike heads and K != V; gates as in the op's first case."""
     promises = OPS[op].declaration.promises
     tensors = OPS[op].declaration.tensor_names
+    first = promises.cases[0]
     return variant(
-        promises.cases[0],
+        first,
         name,
         sizes={"B": 1, "T": tokens, **sizes},
-        present=tuple(s for s in promises.states if s in tensors),
+        present=(*first.present, *(s for s in promises.states if s in tensors and s not in first.present)),
         options={o.when: True for o in promises.outputs if o.when is not None},
     )
 
 
 def stateless(case: Case) -> Case:
     """The same case without states in and out."""
-    return dataclasses.replace(case, name=f"{case.name}-stateless", present=(), options={})
+    states = {name for op in OPS.values() for name in op.declaration.promises.states}
+    present = tuple(name for name in case.present if name not in states)
+    return dataclasses.replace(case, name=f"{case.name}-stateless", present=present, options={})
 
 
 def state_in(op: str) -> str:

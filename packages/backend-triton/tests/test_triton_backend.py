@@ -282,3 +282,42 @@ def test_kernels_are_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch)
         for _ in range(2):
             launch.compile(schedules.schedule(facts), facts, ("forward", "backward"))
     assert len(built) == 1 + len(others)
+
+
+class FakeKernel:
+    """A kernel that notes each time that Triton would look at its arguments and compile."""
+
+    arg_names = ("x", "y", "n", "C")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[torch.dtype, ...]] = []
+        self.launched: list[tuple[int, tuple[object, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        def first(*arguments: object, **constants: object) -> object:
+            self.compiled.append(tuple(a.dtype for a in arguments if isinstance(a, torch.Tensor)))
+            return self
+
+        def again(*arguments: object) -> None:
+            self.launched.append((len(self.compiled), arguments))
+
+        return again if len(grid) == 3 else first
+
+
+@LINUX_ONLY
+def test_a_compiled_kernel_serves_its_own_dtypes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call with an output of another dtype, as under the L2 norm, is another kernel."""
+    launch = pytest.importorskip("chunkwise_triton.common.launch")
+    monkeypatch.setattr(launch, "JITFunction", FakeKernel)
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    kernel, key = FakeKernel(), ("a call",)
+    x, narrow, wide = torch.ones(4), torch.ones(4, dtype=torch.bfloat16), torch.ones(4)
+    for y in (narrow, wide, narrow, wide):
+        if not launch.launch_again(kernel, 2, (x, y, 7), key):
+            launch.launch(kernel, 2, (x, y, 7), {"C": 64}, key=key)
+    assert kernel.compiled == [(torch.float32, torch.bfloat16), (torch.float32, torch.float32)]
+    assert [arguments for _, arguments in kernel.launched] == [
+        (x.data_ptr(), narrow.data_ptr(), 7, 64),
+        (x.data_ptr(), wide.data_ptr(), 7, 64),
+    ]
+    assert not launch.launch_again(kernel, 2, (x, narrow, 7), None)

@@ -68,7 +68,7 @@ def launch(
     compiled = kernel[(programs,)](*arguments, **constants, num_warps=warps, num_stages=stages)
     if key is not None and isinstance(kernel, JITFunction):  # not interpreted
         tail = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        _COMPILED[(kernel, *key)] = compiled, tail
+        _COMPILED[_with_dtypes(kernel, key, arguments)] = compiled, tail
 
 
 def launch_again(kernel: Any, programs: int, arguments: tuple[Any, ...], key: Key | None) -> bool:
@@ -76,10 +76,10 @@ def launch_again(kernel: Any, programs: int, arguments: tuple[Any, ...], key: Ke
 
     Args:
         kernel, programs, arguments: as for :func:`launch`; on a GPU, and at least one program.
-        key: equal for equal devices, dtypes, constants and options, and given only where all tensors are aligned and
-            all ints fit 32 bits.
+        key: equal for equal devices, constants and options, and given only where all tensors are aligned and all ints
+            fit 32 bits. The dtypes are looked at here.
     """
-    found = None if key is None else _COMPILED.get((kernel, *key))
+    found = None if key is None else _COMPILED.get(_with_dtypes(kernel, key, arguments))
     if found is None:
         return False
     compiled, tail = found
@@ -87,6 +87,10 @@ def launch_again(kernel: Any, programs: int, arguments: tuple[Any, ...], key: Ke
     addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     compiled[(programs, 1, 1)](*addresses, *tail)
     return True
+
+
+def _with_dtypes(kernel: Any, key: Key, arguments: tuple[Any, ...]) -> Key:
+    return (kernel, *key, *[x.dtype for x in arguments if isinstance(x, Tensor)])
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], warps: int, stages: int) -> None:

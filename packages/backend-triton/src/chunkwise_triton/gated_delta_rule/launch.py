@@ -50,9 +50,8 @@ class _Call:
             return None
         if not aligned(self.q, self.k, self.v, self.g, self.beta, initial, cu_seqlens) or self.v.shape[1] >= 1 << 31:
             return None
-        dtypes = (self.v.dtype, self.g.dtype, self.beta.dtype, None if initial is None else initial.dtype)
         shape = (self.heads, self.value_heads, self.key_width, self.value_width, self.map.ragged)
-        return (self.v.device.index, self.schedule, *shape, *dtypes)
+        return (self.v.device.index, self.schedule, *shape)
 
     def per_chunk(self, kernel: Any, tile: Tile, programs: int, *arguments: Any, **flags: Any) -> None:
         """Launch a kernel with some programs a chunk."""

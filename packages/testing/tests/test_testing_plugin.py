@@ -98,7 +98,8 @@ def test_workers_report_to_the_controller(one_line):
     assert result.ret == 0
     cells = json.loads((one_line.path / "matrix.json").read_text())["cells"]
     measured = [c for c in cells if c.get("over_budget") is not None]
-    assert len(measured) == 4 * len(OPS) * (1 + torch.cuda.is_available())
+    formats = [f.name for op in OPS.values() for f in op.declaration.promises.formats if "wy64" in f.name]
+    assert len(measured) == 4 * len(formats) * (1 + torch.cuda.is_available())
     assert torch.cuda.is_available() or "needs a GPU" in result.stdout.str()
 
 

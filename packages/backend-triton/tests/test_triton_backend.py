@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -264,7 +265,7 @@ def test_the_names_are_those_of_the_installed_triton() -> None:
 @LINUX_ONLY
 def test_kernels_are_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each new length is a new route and asks again; that must cost next to nothing."""
-    launch = pytest.importorskip("chunkwise_triton.gated_delta_rule.launch")
+    launch = importlib.import_module("chunkwise_triton.gated_delta_rule.launch")
     built: list[Facts] = []
     monkeypatch.setattr(launch, "_build", lambda schedule, facts, parts: built.append(facts))
     monkeypatch.setattr(launch, "interpreting", lambda: False)
@@ -307,7 +308,7 @@ class FakeKernel:
 @LINUX_ONLY
 def test_a_compiled_kernel_serves_its_own_dtypes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same call with an output of another dtype, as under the L2 norm, is another kernel."""
-    launch = pytest.importorskip("chunkwise_triton.common.launch")
+    launch = importlib.import_module("chunkwise_triton.common.launch")
     monkeypatch.setattr(launch, "JITFunction", FakeKernel)
     monkeypatch.setattr(launch, "_COMPILED", {})
     kernel, key = FakeKernel(), ("a call",)

@@ -1,6 +1,7 @@
 """Kernels compiled for their architectures with no GPU: what a tile takes on chip is what its schedule says at most."""
 
 import dataclasses
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
 from chunkwise_triton.common import state_scan
 from chunkwise_triton.gated_delta_rule import kernels, schedules
 
-NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+NVDISASM = BIN / "nvdisasm"
 DOT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 FP32 = ["g", "g_cumsum", "to_end", "whole", "beta", "dg", "d_beta", "sums", "state_sums", "state_dq", "state_dk"]
 FP32 += ["initial_state", "final_state", "d_initial", "d_final"]
@@ -70,6 +72,9 @@ COVERING = [
     ("H200", "bf16", 128, 128, 1),
     ("H200", "bf16", 24, 40, 64),
     ("RTX 4090", "bf16", 256, 256, 1),
+    ("A100", "bf16", 128, 128, 1),
+    ("B200", "bf16", 128, 128, 1),
+    ("RTX 5090", "bf16", 128, 128, 1),
 ]
 
 
@@ -106,11 +111,28 @@ def test_a_register_that_nothing_wrote_is_found():
     assert "/*2040*/" in found
 
 
+def test_a_descriptor_that_nothing_wrote_is_found():
+    alone = "/*0020*/ HGMMA.64x64x16.F32 R24, R56, gdesc[UR8].tnspB, R24 ;"
+    (found,) = wrong_descriptors(BEFORE + alone)  # A is in registers: UR10 and UR11 are read, not UR8 and UR9
+    assert found.startswith("UR11 is never written")
+    assert not wrong_descriptors(BEFORE + "/*0018*/ UMOV UR11, 0x40000040 ;\n" + alone)
+
+
 def test_the_same_code_with_the_right_base_is_not():
     right = MISCOMPILED.replace("UIADD3.X UR5, UR7,", "UIADD3.X UR5, URZ,")
     assert not wrong_descriptors(BEFORE + right)
     wrong = MISCOMPILED.replace("UIADD3.X UR5, UR7,", "UIADD3.X UR5, UR11,")
     assert wrong_descriptors(BEFORE + wrong)
+
+
+def test_narrow_tiles_are_what_ptxas_12_8_compiles_wrongly():
+    """The fault itself, in a tile that no schedule has; a newer ptxas without it would let narrow tiles come back."""
+    call = facts("H200", "bf16", 128, 32)
+    schedule = schedules.schedule(call)
+    narrow = dataclasses.replace(schedule, local=dataclasses.replace(schedule.local, block_k=128, block_v=32))
+    wrong = wrong_descriptors(disassemble(compiled("local", call, narrow).asm["cubin"], NVDISASM))
+    version = subprocess.run([BIN / "ptxas", "--version"], capture_output=True, text=True, check=True).stdout
+    assert bool(wrong) == ("release 12.8" in version), (version, wrong)
 
 
 def test_16_bit_tiles_are_128_bytes_wide():

@@ -1,10 +1,12 @@
 """The dispatcher: which route a call takes, what overrides it, what a failure does to it."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 import chunkwise
 from chunkwise import chunk_gated_delta_rule as gdn
 from chunkwise import errors
-from chunkwise.dispatcher import policy
+from chunkwise.dispatcher import failure, policy
 from chunkwise.dispatcher.cache import ROUTES, RouteCache
 from chunkwise.dispatcher.registry import Backend, Finding, Need, Registry, registry
 from chunkwise.verifier import rules
@@ -365,6 +367,25 @@ def test_wrong_sets_of_gradients_and_residuals_are_backend_bugs(inputs, variant)
     table = [variant(FAST, rank=1, backward="fake_fake:backward")]
     with installed("fake", table, functions=functions), pytest.raises(errors.BackendBug, match="exactly q were"):
         gdn(**inputs)[0].sum().backward()
+
+
+def test_kernels_are_compiled_for_the_device_of_the_tensors(monkeypatch):
+    """Not for the current one: with two GPUs of different kinds it would be another architecture."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(index):
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(failure, "compile_kernels", lambda *work: seen.append(current[0]))
+    monkeypatch.setattr(failure, "_compiles", lambda route: [(None, None, ("forward",))])
+    for index in (1, None):
+        assert failure.prepare(SimpleNamespace(device_index=index, forced=False), None)
+    assert seen == [1, 0]
+    assert current == [0]
 
 
 def test_policies_are_interned():

@@ -227,7 +227,7 @@ def _explain_parser() -> argparse.ArgumentParser:
 
 
 def _add_how_it_is_called(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ragged", action="store_true", help="packed sequences; then --sizes needs N too")
+    parser.add_argument("--ragged", action="store_true", help="packed sequences; N in --sizes is how many")
     parser.add_argument(
         "--given", action="append", default=[], metavar="ARGUMENT", help="an optional tensor that is given"
     )

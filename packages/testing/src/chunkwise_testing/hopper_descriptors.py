@@ -1,6 +1,6 @@
 """Finds addresses that ptxas computes wrongly for Hopper's matrix instructions, in the disassembly of a kernel.
 
-ptxas 12.8, which Triton 3.4 to 3.7 bring, now and then builds the upper word of a shared-memory descriptor from a
+ptxas 12.8, which Triton 3.4, 3.6 and 3.7 bring, now and then builds the upper word of a shared-memory descriptor from a
 uniform register that nothing wrote, where one address serves tiles of two layouts. The kernel then reads anywhere:
 wrong numbers that are the same in every run, or an illegal access. (12.9 compiles the same PTX rightly.) The upper
 words are constants, so following constants through the uniform registers, in the order of the text, finds a wrong one.

@@ -13,7 +13,7 @@ import triton.language as tl
 def unit_lower_inverse(a, C: tl.constexpr, DOT: tl.constexpr):
     """``(I + a)^-1`` for ``a`` ``[C, C]`` fp32, zero on and above the diagonal.
 
-    DOT is the dtype of the products' operands: fp16 (with fp32 accumulation) or fp32 (ieee); never bf16, whose eight
+    DOT is the dtype of the products' operands: fp16 (with fp32 accumulation) or fp32 (tf32x3); never bf16, whose eight
     bits lose the digits that nearly parallel keys need.
     """
     LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6  # of C = 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.implementation import Implementation
 from chunkwise.verifier.refusal import DoesNotFit
-from chunkwise.verifier.rules import same_dtype, size_at_most
 from chunkwise_triton.gated_delta_rule import implementations, schedules
 
 
@@ -24,13 +23,7 @@ SPLIT = Implementation(
     op="chunk_delta_rule",
     rank=100,
     archs=implementations.ARCHS,
-    requires=(
-        same_dtype("q k v"),
-        size_at_most("K", 256),
-        size_at_most("V", 256),
-        implementations.NO_INTERPRETED_BF16,
-        implementations.WIDE_FP32_NEEDS_HOPPER,
-    ),
+    requires=implementations.REQUIRES,
     schedule=schedule,
     forward="chunkwise_triton.delta_rule.launch:forward",
     backward="chunkwise_triton.delta_rule.launch:backward",

@@ -37,6 +37,7 @@ NO_INTERPRETED_BF16 = Rule(
 
 
 def _many_rows_in_registers(facts: Facts) -> bool:
+    # Beyond 256 another rule refuses already, and on every device.
     return facts.dtype("v") == "fp32" and 128 < facts.size("K") <= 256
 
 
@@ -52,18 +53,20 @@ WIDE_FP32_NEEDS_HOPPER = Rule(
     satisfy=lambda f: f.with_size("K", min(f.size("K"), 128)),
 )
 
+REQUIRES = (
+    same_dtype("q k v"),
+    size_at_most("K", 256),
+    size_at_most("V", 256),
+    NO_INTERPRETED_BF16,
+    WIDE_FP32_NEEDS_HOPPER,
+)
+
 SPLIT = Implementation(
     "triton/gated_delta_rule/split",
     op="chunk_gated_delta_rule",
     rank=100,
     archs=ARCHS,
-    requires=(
-        same_dtype("q k v"),
-        size_at_most("K", 256),
-        size_at_most("V", 256),
-        NO_INTERPRETED_BF16,
-        WIDE_FP32_NEEDS_HOPPER,
-    ),
+    requires=REQUIRES,
     schedule=schedules.schedule,
     forward="chunkwise_triton.gated_delta_rule.launch:forward",
     backward="chunkwise_triton.gated_delta_rule.launch:backward",

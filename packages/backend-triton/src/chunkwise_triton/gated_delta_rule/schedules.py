@@ -132,8 +132,8 @@ _SCANS = ("scan", "scan_backward")
 def _narrowest(dtype: str) -> int:
     """The least columns of a tile: 128 bytes, so that all tiles of a kernel lie in shared memory in one layout.
 
-    The ptxas that Triton 3.4 to 3.7 bring (12.8) computes wrong addresses for Hopper's matrix instructions where a
-    narrower tile takes the place of a wider one: NOTES.md.
+    The ptxas that Triton 3.4, 3.6 and 3.7 bring (12.8) computes wrong addresses for Hopper's matrix instructions where
+    a narrower tile takes the place of a wider one: NOTES.md.
     """
     return 128 // _BYTES[dtype]
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from chunkwise.eager.calls import layout_of, states_or_zeros
+from chunkwise.eager.calls import layout_of, states_or_zeros, walk, walk_back
 from chunkwise.eager.chunks import ChunkGroup, ChunkLayout
 from chunkwise.eager.precision import exact_matmuls
 from chunkwise.eager.state_scan import Transition, scan_states, scan_states_backward
@@ -115,21 +115,14 @@ def forward(
         layout = layout_of(schedule.chunk_size, inputs)
         final = states_or_zeros(inputs, layout, inputs.initial_state)
         tensors = _residual_tensors(schedule, inputs, layout, save)
-        rows = {name: x for name, x in tensors.items() if name != "states"}
-        rows["o"] = inputs.v.new_empty(inputs.v.shape)
-        if not layout.covers:
-            rows["o"].zero_()
-        for table in layout.tables:
-            state = final.index_select(0, table.sequences)
-            for group in table.groups:
-                found = _forward_group(group, inputs, state, save == FULL)
-                found["inverse"] = _with_columns(found["inverse"], schedule.chunk_size)
-                for name, out in rows.items():
-                    group.unpack(found[name], out)
-                if "states" in tensors:
-                    tensors["states"].index_copy_(0, group.slots, found["states"].to(inputs.v.dtype))
-            final.index_copy_(0, table.sequences, state)
-    return (rows["o"], final if inputs.output_final_state else None), tensors
+        o = inputs.v.new_empty(inputs.v.shape) if layout.covers else inputs.v.new_zeros(inputs.v.shape)
+
+        def compute(group: ChunkGroup, state: Tensor) -> dict[str, Tensor]:
+            found = _forward_group(group, inputs, state, save == FULL)
+            return {**found, "inverse": _with_columns(found["inverse"], schedule.chunk_size)}
+
+        walk(layout, final, {**tensors, "o": o}, compute)
+    return (o, final if inputs.output_final_state else None), tensors
 
 
 def _residual_tensors(schedule: Schedule, inputs: Inputs, layout: ChunkLayout, save: str | None) -> dict[str, Tensor]:
@@ -192,19 +185,15 @@ def backward(
         d_states = states_or_zeros(inputs, layout, d_final)
         rows = {name: getattr(inputs, name) for name in needs - {"initial_state"}}
         rows = {name: x.new_zeros(x.shape) for name, x in rows.items()}
-        for table in layout.tables:
-            state = states.index_select(0, table.sequences)
-            d_state = d_states.index_select(0, table.sequences)
-            known = []
-            for group in table.groups:
-                chunk = _pack(group, inputs)
-                known.append((chunk, _recover(group, chunk, residuals, state)))
-            for group in reversed(table.groups):
-                d_packed = None if d_o is None else group.pack(d_o)
-                found = _backward_group(group, *known.pop(), d_packed, d_state)
-                for name, out in rows.items():
-                    group.unpack(found[name], out)
-            d_states.index_copy_(0, table.sequences, d_state)
+
+        def recover(group: ChunkGroup, state: Tensor) -> tuple[_Chunk, _Saved]:
+            chunk = _pack(group, inputs)
+            return chunk, _recover(group, chunk, residuals, state)
+
+        def gradients(group: ChunkGroup, known: tuple[_Chunk, _Saved], d_state: Tensor) -> dict[str, Tensor]:
+            return _backward_group(group, *known, None if d_o is None else group.pack(d_o), d_state)
+
+        walk_back(layout, states, d_states, rows, recover, gradients)
     return rows | ({"initial_state": d_states} if "initial_state" in needs else {})
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chunkwise.eager.calls import layout_of, states_or_zeros
+from chunkwise.eager.calls import layout_of, states_or_zeros, walk, walk_back
 from chunkwise.eager.chunks import ChunkGroup
 from chunkwise.eager.gated_delta_rule import LOWEST_GATE, Schedule
 from chunkwise.eager.precision import exact_matmuls
@@ -52,22 +52,18 @@ def forward(
         layout = layout_of(schedule.chunk_size, inputs)
         final = states_or_zeros(inputs, layout, inputs.initial_state)
         saved = {} if save is None else {"g_cumsum": v.new_zeros(v.shape[:3], dtype=torch.float32)}
-        rows = {**saved, "o": v.new_empty(v.shape) if layout.covers else v.new_zeros(v.shape)}
+        o = v.new_empty(v.shape) if layout.covers else v.new_zeros(v.shape)
         if save == FULL:
             shape = (layout.slots, v.shape[2], inputs.k.shape[-1], v.shape[3])
             saved["states"] = v.new_zeros(shape, dtype=torch.float32)
-        for table in layout.tables:
-            state = final.index_select(0, table.sequences)
-            for group in table.groups:
-                chunk = _pack(group, inputs)
-                states = accumulate_states(group, chunk.k * chunk.to_end, chunk.whole, chunk.v, state)
-                found = {"o": _output(chunk, states), "g_cumsum": chunk.g_cumsum}
-                for name, out in rows.items():
-                    group.unpack(found[name], out)
-                if "states" in saved:
-                    saved["states"].index_copy_(0, group.slots, states)
-            final.index_copy_(0, table.sequences, state)
-    return (rows["o"], final if inputs.output_final_state else None), saved
+
+        def compute(group: ChunkGroup, state: Tensor) -> dict[str, Tensor]:
+            chunk = _pack(group, inputs)
+            states = accumulate_states(group, chunk.k * chunk.to_end, chunk.whole, chunk.v, state)
+            return {"o": _output(chunk, states), "g_cumsum": chunk.g_cumsum, "states": states}
+
+        walk(layout, final, {**saved, "o": o}, compute)
+    return (o, final if inputs.output_final_state else None), saved
 
 
 def _output(chunk: _Chunk, states: Tensor) -> Tensor:
@@ -88,20 +84,17 @@ def backward(
         states = states_or_zeros(inputs, layout, inputs.initial_state)
         d_states = states_or_zeros(inputs, layout, d_final)
         rows = {name: torch.zeros_like(getattr(inputs, name)) for name in needs - {"initial_state"}}
-        for table in layout.tables:
-            state = states.index_select(0, table.sequences)
-            d_state = d_states.index_select(0, table.sequences)
-            known = []
-            for group in table.groups:
-                chunk = _pack(group, inputs)
-                known.append((chunk, _entry_states(group, chunk, residuals, state)))
-            for group in reversed(table.groups):
-                chunk, entry = known.pop()
-                d_packed = torch.zeros_like(chunk.v) if d_o is None else group.pack(d_o).mul_(chunk.scale)
-                found = _gradients(group, chunk, entry, d_packed, d_state)
-                for name, out in rows.items():
-                    group.unpack(found[name], out)
-            d_states.index_copy_(0, table.sequences, d_state)
+
+        def recover(group: ChunkGroup, state: Tensor) -> tuple[_Chunk, Tensor]:
+            chunk = _pack(group, inputs)
+            return chunk, _entry_states(group, chunk, residuals, state)
+
+        def gradients(group: ChunkGroup, known: tuple[_Chunk, Tensor], d_state: Tensor) -> dict[str, Tensor]:
+            chunk, entry = known
+            d_packed = torch.zeros_like(chunk.v) if d_o is None else group.pack(d_o).mul_(chunk.scale)
+            return _gradients(group, chunk, entry, d_packed, d_state)
+
+        walk_back(layout, states, d_states, rows, recover, gradients)
     return rows | ({"initial_state": d_states} if "initial_state" in needs else {})
 
 

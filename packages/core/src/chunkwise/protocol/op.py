@@ -31,6 +31,8 @@ class Op(Generic[P, R]):
         self._bind = declaration.bind
         self._prologue = declaration.promises.prologue
         self.__signature__ = declaration.signature
+        # Computed now: torch.compile cannot trace the lock that Python 3.11 takes when they are first asked for.
+        _ = declaration.tensor_names, declaration.option_names
         graph.define(declaration)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -8,6 +8,7 @@ An op is one step function `(state, token) -> (state, o_t)`; `scan` runs it over
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -86,6 +87,20 @@ def _schedule(starts: list[int], lengths: list[int]) -> tuple[list[int], list[in
     return active, rows
 
 
+def _widest(*given: Tensor | None) -> torch.dtype:
+    """The dtype that all tensors given promote to."""
+    dtypes = [x.dtype for x in given if x is not None]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _first_state(initial_state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Offsets | None) -> Tensor:
+    """Where each sequence starts, `[N, HV, K, V]` in v's dtype: as given, or zero."""
+    if initial_state is not None:
+        return initial_state.to(v.dtype)
+    sequences = len(sequence_bounds(v.shape[0], v.shape[1], cu_seqlens)[0])
+    return v.new_zeros(sequences, v.shape[2], k.shape[-1], v.shape[-1])
+
+
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x * rsqrt(sum(x^2) + eps)` over the last axis."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
@@ -128,21 +143,14 @@ def gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", equation 10.
     """
-    given = [x for x in (q, k, v, g, beta, initial_state) if x is not None]
-    dtype = given[0].dtype
-    for x in given[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = _widest(q, k, v, g, beta, initial_state)
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
 
     heads = v.shape[2]
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
-    if initial_state is None:
-        sequences = len(sequence_bounds(v.shape[0], v.shape[1], cu_seqlens)[0])
-        state = v.new_zeros(sequences, heads, k.shape[-1], v.shape[-1])
-    else:
-        state = initial_state.to(dtype)
+    state = _first_state(initial_state, k, v, cu_seqlens)
     return scan(gated_delta_rule_step, (q * scale, k, v, g, beta), v, state, cu_seqlens)
 
 
@@ -205,15 +213,8 @@ def simple_gla(
 
     Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.
     """
-    given = [x for x in (q, k, v, g, initial_state) if x is not None]
-    dtype = given[0].dtype
-    for x in given[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = _widest(q, k, v, g, initial_state)
     gates = q.new_zeros(q.shape[:3]) if g is None else g
     q, k, v, gates = (x.to(dtype) for x in (q, k, v, gates))
-    if initial_state is None:
-        sequences = len(sequence_bounds(v.shape[0], v.shape[1], cu_seqlens)[0])
-        state = v.new_zeros(sequences, v.shape[2], k.shape[-1], v.shape[-1])
-    else:
-        state = initial_state.to(dtype)
+    state = _first_state(initial_state, k, v, cu_seqlens)
     return scan(simple_gla_step, (q * scale, k, v, gates), v, state, cu_seqlens)

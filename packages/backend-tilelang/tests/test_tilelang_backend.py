@@ -12,7 +12,7 @@ import torch
 
 from chunkwise.dispatcher.registry import Finding, Registry
 from chunkwise_tilelang import backend
-from chunkwise_tilelang.toolkit import discover
+from chunkwise_tilelang.toolkit import discover, nvrtc
 
 Capability = tuple[int, int]
 
@@ -43,6 +43,11 @@ def install(monkeypatch: pytest.MonkeyPatch, requires: list[str], **versions: st
     monkeypatch.setattr("importlib.metadata.version", version)
     monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
+
+
+def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discover, "discover", lambda: ())
+    monkeypatch.setattr(nvrtc, "discover", lambda: nvrtc.Nvrtc(rejected="cuda-python is not installed"))
 
 
 PIN = ["torch", "apache-tvm-ffi<0.1.13,>=0.1.11"]
@@ -87,11 +92,11 @@ def test_nvcc_is_asked_for_the_visible_architectures(monkeypatch: pytest.MonkeyP
         asked.append(archs)
         return Finding(True, "")
 
-    monkeypatch.setattr(discover, "probe_nvcc", probe)
+    monkeypatch.setattr(discover, "probe_compiler", probe)
     see_gpus(monkeypatch, (8, 0), (12, 1), (9, 0))
-    backend.probe_nvcc()
+    backend.probe_compiler()
     see_gpus(monkeypatch)
-    backend.probe_nvcc()
+    backend.probe_compiler()
     assert asked == [["sm90", "sm121"], []]
 
 
@@ -101,8 +106,8 @@ def test_nvcc_probe_survives_a_broken_driver(monkeypatch: pytest.MonkeyPatch) ->
 
     see_gpus(monkeypatch, (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", broken)
-    monkeypatch.setattr(discover, "discover", lambda: ())
-    assert not backend.probe_nvcc().ok
+    nothing_compiles(monkeypatch)
+    assert not backend.probe_compiler().ok
     assert "driver/library mismatch" in backend.probe_device().found
 
 
@@ -173,11 +178,11 @@ def test_registry_loads_it() -> None:
 def test_tilelang_without_a_gpu_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch)
     install(monkeypatch, PIN, tilelang="0.1.15", apache_tvm_ffi="0.1.12", chunkwise_tilelang="0.1.0")
-    monkeypatch.setattr(discover, "discover", lambda: ())
+    nothing_compiles(monkeypatch)
     registry = Registry(())
     registry.add(backend.BACKEND)
     loaded = registry.loaded["tilelang"]
     assert not loaded.usable
     assert "lacks an NVIDIA GPU of sm_90, sm_120 or sm_121: torch sees no GPU" in loaded.lacks()
-    assert "lacks an nvcc: no nvcc" in loaded.lacks()
+    assert "lacks a CUDA compiler: no nvcc" in loaded.lacks()
     assert "lacks tilelang" not in loaded.lacks()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from chunkwise_tilelang.toolkit import discover
+from chunkwise_tilelang.toolkit.arch import OLDEST
 from chunkwise_tilelang.toolkit.discover import Candidate
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the fake compilers are shell scripts")
@@ -21,6 +23,7 @@ Toolkit = Callable[..., Path]
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No nvcc anywhere."""
+    monkeypatch.delitem(sys.modules, "tilelang.env", raising=False)  # what another test imported
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -202,7 +205,7 @@ def test_releases_and_architectures(
     monkeypatch: pytest.MonkeyPatch, toolkit: Toolkit, release: str, archs: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(toolkit("cuda", release)))
-    assert [arch for arch in discover.OLDEST_NVCC if discover.usable(arch)] == archs
+    assert [arch for arch in OLDEST if discover.usable(arch)] == archs
 
 
 def test_too_old_for_the_only_gpu(monkeypatch: pytest.MonkeyPatch, toolkit: Toolkit) -> None:

@@ -15,13 +15,13 @@ def probe_device() -> Finding:
     return probes.nvidia_gpu(lambda capability: capability in _ARCHS, _WANTED)
 
 
-def probe_nvcc() -> Finding:
-    """An nvcc that TileLang takes and that compiles for one of the machine's supported GPUs."""
+def probe_compiler() -> Finding:
+    """An nvcc that TileLang takes, or NVRTC, that compiles for one of the machine's supported GPUs."""
     try:
         capabilities = {capability for _, capability in probes.visible_gpus()}
     except (RuntimeError, AssertionError):  # CUDA does not start; probe_device says so
         capabilities = set()
-    return discover.probe_nvcc([arch for capability, arch in _ARCHS.items() if capability in capabilities])
+    return discover.probe_compiler([arch for capability, arch in _ARCHS.items() if capability in capabilities])
 
 
 BACKEND = Backend(
@@ -32,6 +32,7 @@ BACKEND = Backend(
     needs=(
         Need(_WANTED, probe_device),
         Need("tilelang", discover.probe_tilelang),
-        Need("an nvcc", probe_nvcc),
+        Need("a CUDA compiler", probe_compiler),
+        Need("a C compiler", discover.probe_host_compiler),
     ),
 )

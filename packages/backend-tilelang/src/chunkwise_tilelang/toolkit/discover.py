@@ -1,9 +1,9 @@
-"""Discovery of nvcc, and of a tilelang that fits, without importing tilelang.
+"""Discovery of the compilers, and of a tilelang that fits, without importing tilelang.
 
 TileLang looks for nvcc once, when it is imported, and takes the first place that is set: CUDA_HOME, CUDA_PATH,
 ``nvcc`` on PATH, the nvidia-cuda-nvcc wheel, /usr/local/cuda. It does not look whether a compiler is there, nor go
 on to the next place if not. So the first candidate is the one that counts; the others are what a user could
-point CUDA_HOME to.
+point CUDA_HOME to. Where it is no good, NVRTC compiles, if it is there.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from chunkwise.dispatcher import probes
 from chunkwise.dispatcher.registry import Finding
+from chunkwise_tilelang.toolkit import nvrtc
+from chunkwise_tilelang.toolkit.arch import OLDEST, Version, dotted, too_old
+from chunkwise_tilelang.toolkit.nvrtc import Nvrtc
 
 TILELANG = "==0.1.15"
 """The version of tilelang that the kernels are written for; the package's metadata pins the same."""
-
-OLDEST_NVCC = {"sm90": (12, 6), "sm120": (12, 8), "sm121": (12, 9)}
-"""The oldest CUDA release whose nvcc compiles for each architecture that the backend supports."""
 
 DEFAULT_HOME = Path("/usr/local/cuda")
 _NVCC = "nvcc.exe" if os.name == "nt" else "nvcc"
 _WHEEL = "nvidia-cuda-nvcc"
 _TIMEOUT_S = 20.0
-
-Version = tuple[int, int]
+_CXX = ("g++", "clang++", "c++")
+_C = ("gcc", "clang", "cc")
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,12 @@ class Candidate:
 
     def objection(self, arch: str) -> str | None:
         """Why it cannot compile for ``arch`` (``sm90``), or None."""
-        if self.rejected is not None:
-            return self.rejected
-        oldest = OLDEST_NVCC[arch]
-        if self.version is None or self.version < oldest:
-            return f"{_dotted(self.version)} is too old for {arch}, which needs {_dotted(oldest)} or newer"
-        return None
+        return self.rejected or too_old(self.version, arch)
 
     def describe(self) -> str:
         """One line for ``doctor``."""
-        state = f"rejected: {self.rejected}" if self.rejected else f"nvcc {_dotted(self.version)}"
+        state = f"rejected: {self.rejected}" if self.rejected else f"nvcc {dotted(self.version)}"
         return f"{self.path} (from {self.source}): {state}"
-
-
-def _dotted(version: Version | None) -> str:
-    return "an unknown version" if version is None else ".".join(map(str, version))
 
 
 def discover() -> tuple[Candidate, ...]:
@@ -95,10 +87,22 @@ def usable(arch: str, candidates: Sequence[Candidate] | None = None) -> Candidat
     return found[0] if found and found[0].objection(arch) is None else None
 
 
+def choose(arch: str) -> Candidate | Nvrtc | None:
+    """What compiles for ``arch`` (``sm90``, ``sm120`` or ``sm121``): the nvcc that TileLang takes, else NVRTC."""
+    nvcc = usable(arch)
+    if nvcc is not None and _host_compiler(*_CXX):
+        return nvcc
+    library = nvrtc.discover()
+    return library if library.objection(arch) is None else None
+
+
 # --- places ----------------------------------------------------------------------------------------------
 
 
 def _places() -> Iterator[tuple[Path, str]]:
+    taken = getattr(sys.modules.get("tilelang.env"), "CUDA_HOME", None)
+    if taken:
+        yield Path(taken) / "bin" / _NVCC, "tilelang, which took it when it was imported"
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable]) / "bin" / _NVCC, variable
@@ -163,21 +167,37 @@ def _examine(nvcc: Path) -> Version | str:
     if release is None:
         return "`nvcc --version` names no release"
     version = (int(release[1]), int(release[2]))
-    oldest = min(OLDEST_NVCC.values())
+    oldest = min(OLDEST.values())
     if version < oldest:
-        return f"nvcc {_dotted(version)} is older than {_dotted(oldest)}"
+        return f"nvcc {dotted(version)} is older than {dotted(oldest)}"
     return version
 
 
 # --- findings --------------------------------------------------------------------------------------------
 
 
-def probe_nvcc(archs: Sequence[str]) -> Finding:
-    """Whether TileLang's nvcc compiles for any of the machine's architectures.
+def probe_compiler(archs: Sequence[str]) -> Finding:
+    """Whether anything here compiles for any of the machine's architectures: TileLang's nvcc, else NVRTC.
 
     Args:
         archs: those of the visible GPUs that the backend supports; where there are none, the easiest is asked.
     """
+    nvcc = probe_nvcc(archs)
+    if nvcc.ok and not _host_compiler(*_CXX):
+        nvcc = Finding(False, f"{nvcc.found}; it needs one of {', '.join(_CXX)} on PATH", "install g++")
+    if nvcc.ok:
+        return nvcc
+    library = nvrtc.discover()
+    objections = [library.objection(arch) for arch in list(archs) or ["sm90"]]
+    too_old_for = [text for text in dict.fromkeys(objections) if text and not library.rejected]
+    found = "; ".join([nvcc.found, library.describe(), *too_old_for])
+    if None in objections:
+        return Finding(True, found)
+    return Finding(False, found, f"{nvcc.fix}; or, for NVRTC, {nvrtc.FIX}")
+
+
+def probe_nvcc(archs: Sequence[str]) -> Finding:
+    """Whether TileLang's nvcc compiles for any of the machine's architectures; arguments as above."""
     candidates = discover()
     if not candidates:
         return Finding(
@@ -189,9 +209,9 @@ def probe_nvcc(archs: Sequence[str]) -> Finding:
     wanted = list(archs) or ["sm90"]
     objections = {arch: candidates[0].objection(arch) for arch in wanted}
     found = "; ".join(candidate.describe() for candidate in candidates)
-    too_old = [text for text in dict.fromkeys(objections.values()) if text and not candidates[0].rejected]
-    if too_old:
-        found = f"{found}; {'; '.join(too_old)}"
+    too_old_for = [text for text in dict.fromkeys(objections.values()) if text and not candidates[0].rejected]
+    if too_old_for:
+        found = "; ".join([found, *too_old_for])
     if any(objection is None for objection in objections.values()):
         return Finding(True, found)
     others = [c for c in candidates[1:] if any(c.objection(arch) is None for arch in wanted)]
@@ -199,11 +219,26 @@ def probe_nvcc(archs: Sequence[str]) -> Finding:
 
 
 def _install_fix(archs: Sequence[str]) -> str:
-    oldest = min(OLDEST_NVCC[arch] for arch in archs or OLDEST_NVCC)
+    oldest = min(OLDEST[arch] for arch in archs or OLDEST)
     return (
-        f"install CUDA {_dotted(oldest)} or newer and set CUDA_HOME to it, "
+        f"install CUDA {dotted(oldest)} or newer and set CUDA_HOME to it, "
         f"or pip install 'tilelang[nvcc]{TILELANG}' and unset CUDA_HOME"
     )
+
+
+def probe_host_compiler() -> Finding:
+    """A C compiler, as TVM looks for one: it builds the host's part of each kernel, whatever compiles the rest."""
+    found = _host_compiler(*_CXX, *_C)
+    if found is not None:
+        return Finding(True, found)
+    named = os.environ.get("CXX") or os.environ.get("CC")
+    reason = f"CXX or CC is {named}, which is no program" if named else f"none of {', '.join((*_CXX, *_C))} is on PATH"
+    return Finding(False, reason, "install g++ (apt-get install g++), or set CXX to a compiler")
+
+
+def _host_compiler(*names: str) -> str | None:
+    named = os.environ.get("CXX") or os.environ.get("CC")
+    return next((found for name in ((named,) if named else names) if (found := shutil.which(name))), None)
 
 
 def probe_tilelang() -> Finding:

@@ -1,0 +1,133 @@
+"""Small kernels for the tests of the toolkit: builders, as those of the backend are."""
+
+from typing import Any
+
+import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
+
+
+def add(*, width: int) -> Any:
+    """y = x + a over the rows of [M, width] fp32."""
+    M = T.dynamic("M")
+
+    @T.prim_func
+    def add_kernel(x: T.Tensor((M, width), "float32"), y: T.Tensor((M, width), "float32"), a: T.float32):
+        with T.Kernel(M, threads=32) as row:
+            for j in T.Parallel(width):
+                y[row, j] = x[row, j] + a
+
+    return add_kernel
+
+
+def product(*, rows: int, dtype: str = "bfloat16") -> Any:
+    """C [M, 256] fp32 = A [M, 256] B [256, 256]."""
+    M = T.dynamic("M")
+
+    @T.prim_func
+    def product_kernel(A: T.Tensor((M, 256), dtype), B: T.Tensor((256, 256), dtype), C: T.Tensor((M, 256), "float32")):
+        with T.Kernel(T.ceildiv(M, rows), 2, threads=128) as (x, y):
+            a = T.alloc_shared((rows, 64), dtype)
+            b = T.alloc_shared((64, 128), dtype)
+            c = T.alloc_fragment((rows, 128), "float32")
+            T.clear(c)
+            for k in T.Pipelined(4, num_stages=2):
+                T.copy(A[x * rows, k * 64], a)
+                T.copy(B[k * 64, y * 128], b)
+                T.gemm(a, b, c)
+            T.copy(c, C[x * rows, y * 128])
+
+    return product_kernel
+
+
+def unknown() -> Any:
+    """Calls a device function that no header has: TileLang lowers it, the compiler refuses it."""
+
+    @T.prim_func
+    def unknown_kernel(x: T.Tensor((32,), "float32")):
+        with T.Kernel(1, threads=32):
+            for j in T.Parallel(32):
+                x[j] = T.call_extern("float32", "no_such_function", x[j])
+
+    return unknown_kernel
+
+
+def spilling(*, width: int) -> Any:
+    """Keeps more rows in registers than a thread has."""
+
+    @T.prim_func
+    def spilling_kernel(x: T.Tensor((width, 128), "float32"), y: T.Tensor((width, 128), "float32")):
+        with T.Kernel(1, threads=128):
+            rows = T.alloc_fragment((width, 128), "float32")
+            total = T.alloc_fragment((128,), "float32")
+            T.copy(x, rows)
+            T.reduce_sum(rows, total, dim=0)
+            for i, j in T.Parallel(width, 128):
+                y[i, j] = rows[i, j] * total[j]
+
+    return spilling_kernel
+
+
+def producer(*, siblings: bool) -> Any:
+    """A ring between 128 threads that load and 128 that add; as siblings TileLang puts a barrier between them."""
+
+    @T.prim_func
+    def producer_kernel(x: T.Tensor((64, 128), "float32"), y: T.Tensor((128,), "float32")):
+        with T.Kernel(1, threads=256):
+            ring = T.alloc_shared((2, 128), "float32")
+            total = T.alloc_fragment((128,), "float32")
+            full = T.alloc_barrier([128] * 2)
+            empty = T.alloc_barrier([128] * 2)
+            thread = T.get_thread_binding()
+            if siblings:
+                with T.ws(1):
+                    for k in T.serial(64):
+                        T.mbarrier_wait_parity(empty[k % 2], (k // 2 + 1) % 2)
+                        ring[k % 2, thread - 128] = x[k, thread - 128]
+                        T.mbarrier_arrive(full[k % 2])
+                with T.ws(0):
+                    T.clear(total)
+                    for k in T.serial(64):
+                        T.mbarrier_wait_parity(full[k % 2], (k // 2) % 2)
+                        for j in T.Parallel(128):
+                            total[j] += ring[k % 2, j]
+                        T.mbarrier_arrive(empty[k % 2])
+                    T.copy(total, y)
+            elif thread >= 128:
+                for k in T.serial(64):
+                    T.mbarrier_wait_parity(empty[k % 2], (k // 2 + 1) % 2)
+                    ring[k % 2, thread - 128] = x[k, thread - 128]
+                    T.mbarrier_arrive(full[k % 2])
+            else:
+                T.clear(total)
+                for k in T.serial(64):
+                    T.mbarrier_wait_parity(full[k % 2], (k // 2) % 2)
+                    for j in T.Parallel(128):
+                        total[j] += ring[k % 2, j]
+                    T.mbarrier_arrive(empty[k % 2])
+                T.copy(total, y)
+
+    return producer_kernel
+
+
+def chained(*, early: bool) -> Any:
+    """Two asynchronous products into one accumulator; ``early`` reads it before they have ended."""
+
+    @T.prim_func
+    def chained_kernel(
+        A: T.Tensor((64, 64), "bfloat16"), B: T.Tensor((64, 64), "bfloat16"), C: T.Tensor((64, 64), "float32")
+    ):
+        with T.Kernel(1, threads=128):
+            a = T.alloc_shared((64, 64), "bfloat16")
+            b = T.alloc_shared((64, 64), "bfloat16")
+            c = T.alloc_fragment((64, 64), "float32")
+            T.copy(A, a)
+            T.copy(B, b)
+            T.clear(c)
+            T.wgmma_gemm(a, b, c)
+            if early:
+                for i, j in T.Parallel(64, 64):
+                    c[i, j] = c[i, j] * 2.0
+            T.wgmma_gemm(a, b, c)
+            T.wait_wgmma(0)
+            T.copy(c, C)
+
+    return chained_kernel

@@ -131,3 +131,18 @@ def chained(*, early: bool) -> Any:
             T.copy(c, C)
 
     return chained_kernel
+
+
+def racing(*, apart: bool) -> Any:
+    """Every thread writes into one place, or with ``apart`` into a place of its own."""
+
+    @T.prim_func
+    def racing_kernel(x: T.Tensor((128,), "float32"), y: T.Tensor((128,), "float32")):
+        with T.Kernel(1, threads=128):
+            shared = T.alloc_shared((128,), "float32")
+            for j in T.Parallel(128):
+                shared[j if apart else 0] = x[j]
+            for j in T.Parallel(128):
+                y[j] = shared[127 - j]
+
+    return racing_kernel

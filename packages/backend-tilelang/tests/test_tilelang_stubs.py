@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from chunkwise_tilelang.toolkit import stubs
+from chunkwise_tilelang.toolkit.variants import variants
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tilelang is published for Linux")
 
@@ -79,12 +80,20 @@ def compile_(nvrtc: Any, headers: Path) -> Compile:
     return run
 
 
+def lower(function: Any) -> str:
+    """Its CUDA C++ for sm_90a."""
+    import tilelang
+    from tilelang import tvm
+
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+    with target:
+        return str(tilelang.lower(function, target=target).kernel_source)
+
+
 @pytest.fixture(scope="module", params=DTYPES)
 def source(request: pytest.FixtureRequest) -> str:
     """The CUDA C++ of a matrix product for sm_90a."""
-    import tilelang
     import tilelang.language as tl
-    from tilelang import tvm
 
     dtype = request.param
 
@@ -101,13 +110,17 @@ def source(request: pytest.FixtureRequest) -> str:
                 tl.gemm(a, b, c)
             tl.copy(c, C[y * 128, x * 128])
 
-    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
-    with target:
-        return str(tilelang.lower(product, target=target).kernel_source)
+    return lower(product)
 
 
 def test_cuda_12_6_compiles_kernels_behind_the_stub(compile_: Compile, source: str) -> None:
     assert compile_(source, "sm_90a", *STUB) == ""
+
+
+def test_cuda_12_6_compiles_our_kernels_behind_the_stub(compile_: Compile) -> None:
+    for variant in variants():
+        if variant.arch == "sm_90a":  # the others need a newer compiler
+            assert compile_(lower(variant.builder(**variant.constants)), "sm_90a", *STUB) == "", variant.name
 
 
 def test_a_newer_compiler_with_older_headers_needs_the_stub(compile_: Compile, source: str) -> None:

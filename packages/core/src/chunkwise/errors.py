@@ -123,6 +123,17 @@ def requires(op: str, name: str, needed: str) -> Exception:
     return ArgumentValueError(f"{op}: {name} was given without {needed}, and means nothing then; give both or none")
 
 
+def not_one_of(op: str, name: str, given: object, allowed: Iterable[object]) -> Exception:
+    return ArgumentValueError(f"{op}: {name} = {given!r}, but one of {_listing(map(str, allowed))} is expected")
+
+
+def bound_not_negative(op: str, name: str, given: float) -> Exception:
+    return ArgumentValueError(
+        f"{op}: {name} = {given:g}, but a bound below 0 is expected: it promises that no gate is less; None promises "
+        f"nothing"
+    )
+
+
 def exclude_each_other(op: str, one: str, other: str) -> Exception:
     return ArgumentValueError(f"{op}: {one} and {other} were both given, but only one of them can hold; leave one out")
 
@@ -172,6 +183,13 @@ def unknown_backend(given: str, source: str, backends: Iterable[str], implementa
 
 def unknown_residuals(given: str, op: str, known: Iterable[str]) -> Exception:
     return UnknownNameError(f"{op}: residuals {given!r} is no residual format of it; known: {_listing(known)}")
+
+
+def format_of_other_chunks(op: str, residuals: str, chunk_size: int, given: int) -> Exception:
+    return ArgumentValueError(
+        f"{op}: residuals {residuals} are of chunks of {chunk_size}, but chunk_size = {given}; leave chunk_size out, "
+        f"or name a format of that chunk size"
+    )
 
 
 def unknown_op(given: str, known: Iterable[str]) -> Exception:

@@ -86,7 +86,7 @@ def _find_route(declaration: Declaration, tensors: Sequence[Any], options: Seque
     if request.facts.device.kind == "meta":
         return None
     while True:
-        route = route_for(request, select.choose_format(request), tensors, options)
+        route = route_for(request, select.choose_format(request), tensors)
         if failure.prepare(route, request.facts):
             return route
 
@@ -95,7 +95,6 @@ def route_for(
     request: select.Request,
     residual_format: ResidualFormat | None,
     tensors: Sequence[Any],
-    options: Sequence[Any],
 ) -> Route:
     """Select a route, or raise NoImplementationError with every reason."""
     from chunkwise.dispatcher.explain import Explanation
@@ -103,7 +102,7 @@ def route_for(
     selection = select.select(request, residual_format)
     if selection.forward is None:
         raise errors.no_implementation(str(Explanation(selection)))
-    route = select.build_route(selection, tensors, options, policy.ACTIVE)
+    route = select.build_route(selection, tensors, policy.ACTIVE)
     if policy.logger.isEnabledFor(logging.INFO):
         policy.logger.info("%s %s: %s", request.declaration.name, request.facts.describe(), route)
     return route
@@ -124,7 +123,7 @@ def needed_gradients(declaration: Declaration, tensors: Sequence[Any]) -> frozen
 def run_forward(route: Route, tensors: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """The outputs (None where not asked for) and the residuals in the order of their format."""
     if route.check_values:
-        derive.check_values(route.declaration, tensors)
+        derive.check_values(route.declaration, tensors, route.form.options)
     elif route.check_offsets:
         derive.check_host_offsets(route.declaration, tensors)
     save = route.format.name if route.format else None

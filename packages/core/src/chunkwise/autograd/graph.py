@@ -198,8 +198,9 @@ def _node_route(
     key = (declaration, policy.ACTIVE, residual_format, options, needs, described)
     route = ROUTES.get(key)
     if route is None:
-        request = select.request_of(declaration, tensors, options, needs, policy.ACTIVE)
-        route = route_for(request, residual_format, tensors, options)
+        named = residual_format.name if residual_format else None
+        request = select.request_of(declaration, tensors, options, needs, policy.ACTIVE, named)
+        route = route_for(request, residual_format, tensors)
         ROUTES.put(key, route)
     return route, tensors, needs
 

@@ -37,6 +37,7 @@ class CanonicalForm:
         self, declaration: Declaration, tensors: Sequence[Any], options: Mapping[str, Any], width: int
     ) -> None:
         self.declaration = declaration
+        self.options = options
         self.state_v_first = bool(options.get("state_v_first"))
         values = {**options, "scale": width**-0.5 if options["scale"] is None else float(options["scale"])}
         self.values = tuple(values[o.name] for o in declaration.options if o.name not in CORE_OPTIONS)

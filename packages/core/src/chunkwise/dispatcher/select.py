@@ -27,6 +27,7 @@ class Request:
     """A checked call, with what the user asked beside it.
 
     Args:
+        facts: of the call; their options become those that the op settles.
         forced: the backend, implementation or ``forward+backward`` pair that the user named, or None.
         source: who named it, for messages.
         residuals: the format (or ``lean``, ``full``) that the user asked for, or None.
@@ -39,6 +40,10 @@ class Request:
     source: str
     residuals: str | None
     on_this_machine: bool = True
+
+    def __post_init__(self) -> None:
+        flags = derive.settled(self.declaration, self.facts.flags, self.residuals)
+        object.__setattr__(self, "facts", dataclasses.replace(self.facts, flags=flags))
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,12 @@ def request_of(
     options: Sequence[Any],
     needs: frozenset[str],
     policy: Policy,
+    residuals: str | None = None,
 ) -> Request:
-    """Check a call and gather its facts. Raises ValueError or TypeError that names the argument."""
+    """Check a call and gather its facts. Raises ValueError or TypeError that names the argument.
+
+    ``residuals`` names the format where it is fixed already; else the policy may.
+    """
     binding = derive.check(declaration, tensors, options)
     values = dict(zip(declaration.option_names, options, strict=True))
     named = values.pop("backend", None)
@@ -93,7 +102,7 @@ def request_of(
     forced, source = (named, "backend=") if named is not None else (policy.backend, policy.source)
     if forced is not None:
         registry().check_name(forced, source)
-    return Request(declaration, facts, forced, source, policy.residuals)
+    return Request(declaration, facts, forced, source, residuals or policy.residuals)
 
 
 def fixed_facts(declaration: Declaration, facts: Facts) -> Facts:
@@ -127,11 +136,13 @@ def choose_format(request: Request) -> ResidualFormat | None:
 
 def _allowed_formats(request: Request) -> Sequence[ResidualFormat]:
     formats = request.declaration.promises.formats
+    chunk_size = request.facts.flags.get("chunk_size")
+    fitting = [f for f in formats if chunk_size in (None, f.chunk_size)]
     if request.residuals is None:
-        return formats
-    chosen = [f for f in formats if request.residuals in (f.name, f.policy)]
+        return [f for f in fitting if f.policy == "full"] if request.facts.flags.get("disable_recompute") else fitting
+    chosen = [f for f in fitting if request.residuals in (f.name, f.policy)]
     if not chosen:
-        known = [name for f in formats for name in (f.policy, f.name)]
+        known = dict.fromkeys(name for f in formats for name in (f.policy, f.name))
         raise errors.unknown_residuals(request.residuals, request.declaration.name, known)
     return chosen
 
@@ -214,7 +225,7 @@ def _is_beaten(candidate: Candidate, rivals: Collection[str | None]) -> bool:
     return any(not r.kind.hard and r.against in rivals for r in candidate.verdict.refusals)
 
 
-def build_route(selection: Selection, tensors: Sequence[Any], options: Sequence[Any], policy: Policy) -> Route:
+def build_route(selection: Selection, tensors: Sequence[Any], policy: Policy) -> Route:
     """The route of a selection that found a pair."""
     request, declaration = selection.request, selection.request.declaration
     if selection.forward is None:
@@ -222,10 +233,10 @@ def build_route(selection: Selection, tensors: Sequence[Any], options: Sequence[
     device = next(t for t in tensors if t is not None).device
     offsets = [o for o in declaration.promises.offsets if request.facts.given(o.name)]
     hosts = [o for o in offsets if request.facts.given(o.host) or device.type == "cpu"]
-    values = dict(zip(declaration.option_names, options, strict=True))
+    width = request.facts.size(declaration.promises.scale_axis)
     return Route(
         declaration=declaration,
-        form=CanonicalForm(declaration, tensors, values, request.facts.size(declaration.promises.scale_axis)),
+        form=CanonicalForm(declaration, tensors, request.facts.flags, width),
         forward=_runner(selection.forward, "forward"),
         backward=_runner(selection.backward, "backward") if selection.backward else None,
         format=selection.format,

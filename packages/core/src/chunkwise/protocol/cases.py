@@ -33,6 +33,40 @@ def drawn(cases: Iterable[Case], draw: Mapping[str, str]) -> tuple[Case, ...]:
     return tuple(dataclasses.replace(case, draw={**draw, **case.draw}) for case in cases)
 
 
+def sizes_of(b: int, t: int, heads: int, widths: tuple[int, int]) -> dict[str, int]:
+    """Axis sizes of an op whose value heads are its key heads."""
+    return {"B": b, "T": t, "H": heads, "K": widths[0], "V": widths[1]}
+
+
+def recurrent_cases(*present: str) -> tuple[Case, ...]:
+    """Lengths, offsets and state layouts that every recurrence is held against.
+
+    ``present`` names the optional tensors that each of them passes.
+    """
+    with_state = (*present, "initial_state")
+    final = {"output_final_state": True}
+    return (
+        Case("dense", sizes_of(2, 130, 3, (24, 40)), present=present),
+        Case("one-token", sizes_of(2, 1, 3, (16, 24)), present=present),
+        Case("short", sizes_of(1, 37, 3, (24, 16)), present=with_state),
+        Case("tail", sizes_of(1, 200, 3, (16, 24)), present=with_state, options=final),
+        Case(
+            "ragged",
+            sizes_of(1, 192, 3, (16, 24)),
+            offsets=(0, 0, 63, 64, 65, 65, 192),
+            present=with_state,
+            options=final,
+        ),
+        Case(
+            "padded",
+            sizes_of(1, 192, 3, (24, 16)),
+            offsets=(0, 100, 160),
+            present=with_state,
+            options={**final, "state_v_first": True},
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Budget:
     """How far an output or gradient may be from the fp64 recurrence, as a multiple of the unavoidable loss.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +15,19 @@ from chunkwise import errors
 
 @dataclass(frozen=True)
 class Contract:
-    """A bound on the values of one argument; NaN breaks every contract."""
+    """A bound on the values of one argument; NaN breaks every contract.
+
+    Args:
+        name: of the argument.
+        lower, upper: the least and the largest value.
+        lower_option: the option by which a caller may promise a lower bound; a value may lie an ulp beyond that, since
+            the bound itself need not be a number of the argument's dtype.
+    """
 
     name: str
     lower: float | None = None
     upper: float | None = None
+    lower_option: str | None = None
 
     def __str__(self) -> str:
         bounds = []
@@ -24,13 +35,21 @@ class Contract:
             bounds.append(f"{self.name} >= {self.lower:g}")
         if self.upper is not None:
             bounds.append(f"{self.name} <= {self.upper:g}")
+        if self.lower_option is not None and self.lower is None:
+            bounds.append(f"{self.name} >= {self.lower_option} where that is given")
         return " and ".join(bounds) or f"{self.name} is finite"
+
+    def under(self, options: Mapping[str, Any]) -> Contract:
+        """The contract of a call with these options."""
+        promised = options.get(self.lower_option) if self.lower_option is not None else None
+        return self if promised is None else dataclasses.replace(self, lower=float(promised))
 
     def check(self, op: str, values: Tensor) -> None:
         """Raise, naming the first value outside the contract. Syncs with the device."""
         bad = ~torch.isfinite(values)
         if self.lower is not None:
-            bad |= values < self.lower
+            beyond = torch.finfo(values.dtype).eps * abs(self.lower) if self.lower_option is not None else 0.0
+            bad |= values < self.lower - beyond
         if self.upper is not None:
             bad |= values > self.upper
         if bool(bad.any()):
@@ -38,9 +57,9 @@ class Contract:
             raise errors.value_outside_contract(op, self.name, index, float(values[index]), str(self))
 
 
-def at_most(name: str, upper: float) -> Contract:
-    """Every value of ``name`` is finite and at most ``upper``."""
-    return Contract(name, upper=upper)
+def at_most(name: str, upper: float, *, lower_option: str | None = None) -> Contract:
+    """Every value of ``name`` is finite and at most ``upper``; an option may promise how low it goes."""
+    return Contract(name, upper=upper, lower_option=lower_option)
 
 
 def finite(name: str) -> Contract:

@@ -50,6 +50,10 @@ class Prologue:
     function: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
+Settle = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""From the options of a call to those that hold: raises ValueError for one that cannot, fills in what was left open."""
+
+
 @dataclass(frozen=True)
 class OptionSpec:
     """An argument that is no tensor: its default and the Python types that it may have."""
@@ -82,6 +86,7 @@ class Promises:
     static_axes: tuple[str, ...]
     scale_axis: str
     prologue: Prologue | None
+    settle: Settle | None
     cases: tuple[Case, ...]
     benchmarks: tuple[Case, ...]
     cost: Callable[[Mapping[str, int], int], Cost]

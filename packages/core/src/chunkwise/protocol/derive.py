@@ -37,6 +37,23 @@ def check_options(declaration: Declaration, options: Sequence[Any]) -> None:
     for spec, value in zip(declaration.options, options, strict=True):
         if not spec.accepts(value):
             raise errors.wrong_option(declaration.name, spec.name, value, spec.expected)
+    if declaration.promises.settle is not None:
+        declaration.promises.settle(dict(zip(declaration.option_names, options, strict=True)))
+
+
+def settled(declaration: Declaration, options: Mapping[str, Any], residuals: str | None) -> Mapping[str, Any]:
+    """The options that hold for a call: those given, and where they leave something open, what the op settles.
+
+    ``residuals`` may name a residual format; a chunk size that is left open is then that format's.
+    """
+    if declaration.promises.settle is None:
+        return options
+    chunks = {f.name: f.chunk_size for f in declaration.promises.formats}
+    if "chunk_size" in options and residuals in chunks:
+        if options["chunk_size"] not in (None, chunks[residuals]):
+            raise errors.format_of_other_chunks(declaration.name, residuals, chunks[residuals], options["chunk_size"])
+        options = {**options, "chunk_size": chunks[residuals]}
+    return {**options, **declaration.promises.settle(options)}
 
 
 def _option(declaration: Declaration, options: Sequence[Any], name: str) -> Any:
@@ -159,8 +176,11 @@ def _rows(declaration: Declaration, offsets: Offsets, present: Mapping[str, Any]
     raise errors.bad_backend(declaration.name, f"no argument has the axis {offsets.rows}")
 
 
-def check_values(declaration: Declaration, tensors: Sequence[Any]) -> None:
-    """Hold values against the contracts: gates, NaN, offsets on the device. Syncs; rows of padding are left out."""
+def check_values(declaration: Declaration, tensors: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Hold values against the contracts: gates, NaN, offsets on the device. Syncs; rows of padding are left out.
+
+    ``options`` are the call's, settled: they may promise more than the declaration does.
+    """
     present = dict(zip(declaration.tensor_names, tensors, strict=True))
     ends: dict[str, int] = {}
     for offsets in declaration.promises.offsets:
@@ -175,7 +195,7 @@ def check_values(declaration: Declaration, tensors: Sequence[Any]) -> None:
                 declaration.name, offsets.name, offsets.host, index, int(values[index]), int(host[index])
             )
         ends[offsets.rows] = int(values[-1])
-    bounds = {contract.name: contract for contract in declaration.promises.contracts}
+    bounds = {contract.name: contract.under(options) for contract in declaration.promises.contracts}
     for spec in declaration.tensors:
         tensor = present[spec.name]
         if tensor is not None and tensor.is_floating_point():

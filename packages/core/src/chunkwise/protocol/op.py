@@ -13,7 +13,7 @@ from chunkwise.autograd.residuals import ResidualFormat
 from chunkwise.protocol.axes import Divides
 from chunkwise.protocol.cases import Budget, Case, Cost
 from chunkwise.protocol.contracts import Contract
-from chunkwise.protocol.declaration import Declaration, Offsets, Output, Prologue, Promises, declare
+from chunkwise.protocol.declaration import Declaration, Offsets, Output, Prologue, Promises, Settle, declare
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,6 +72,7 @@ def op(
     offsets: tuple[Offsets, ...] = (),
     scale_axis: str = "K",
     prologue: Prologue | None = None,
+    settle: Settle | None = None,
     cases: tuple[Case, ...] = (),
     benchmarks: tuple[Case, ...] = (),
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
@@ -80,7 +81,7 @@ def op(
     Args:
         outputs: what it returns, in order.
         differentiable: the arguments that have a gradient.
-        formats: the residual formats, the default first; at most two for each chunk size.
+        formats: the residual formats, the default first; at most two for each chunk size, lean and full.
         static_axes: axes that do not vary between the calls of one model; a trace may depend on them.
         cost: axis sizes and bytes of an activation to the FLOPs and bytes that no implementation can avoid.
         constraints: between axis sizes.
@@ -89,6 +90,8 @@ def op(
         offsets: ragged offsets and their host copies.
         scale_axis: the axis whose size gives the default ``scale``, ``size ** -0.5``.
         prologue: model options that core applies in front.
+        settle: checks options against each other and fills in those that a call leaves open. An option ``chunk_size``
+            chooses among the formats by their chunks, ``disable_recompute`` those that are full.
         cases, benchmarks: shapes for parity tests and for the benchmark.
         budget: the accuracy that every backend must reach.
     """
@@ -105,6 +108,7 @@ def op(
             static_axes=static_axes,
             scale_axis=scale_axis,
             prologue=prologue,
+            settle=settle,
             cases=cases,
             benchmarks=benchmarks,
             cost=cost,

@@ -7,6 +7,7 @@ call that the rule must refuse and into the nearest one that it must accept: tes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -173,6 +174,51 @@ def needs_promise(name: str, reads: Iterable[str], holds: Predicate, remedy: str
         message=lambda f: f"the promise {name} was not given",
         remedy=remedy,
         violate=violate,
+        satisfy=satisfy,
+    )
+
+
+EXPONENT_LIMIT_LOG2 = 124.0
+"""Powers of two up to here leave room for the sums of products in what fp32, tf32 and bf16 hold."""
+
+
+def centred_exponent_log2(chunk_size: int, lower_bound: float) -> float:
+    """The largest exponent, base 2, of gates >= ``lower_bound`` that are cumulated from the middle of a chunk."""
+    return (chunk_size / 2 + 1) * abs(lower_bound) * math.log2(math.e)
+
+
+def centred_gates_fit() -> Rule:
+    """The promised ``lower_bound`` of the gates keeps exponents that are centred in the chunk within fp32's range.
+
+    A product of decayed rows, ``exp(G_t - G_s)``, may be taken apart into ``exp(G_t - G_m) exp(G_m - G_s)`` with m the
+    chunk's middle row where ``(chunk_size / 2 + 1) |lower_bound| log2(e) <= 124``; it then is one product of matrices.
+    That holds for fp32, tf32 and bf16 operands; fp16 ends at 2^16, so fp16 activations are widened first.
+    """
+
+    def holds(facts: Facts) -> bool:
+        bound = facts.flag("lower_bound")
+        return bound is not None and centred_exponent_log2(facts.flag("chunk_size"), bound) <= EXPONENT_LIMIT_LOG2
+
+    def message(facts: Facts) -> str:
+        bound, chunk = facts.flag("lower_bound"), facts.flag("chunk_size")
+        if bound is None:
+            return "no lower_bound is promised, and gates that may fall to any depth leave what fp32 holds"
+        reached = centred_exponent_log2(chunk, bound)
+        return f"lower_bound {bound:g} in chunks of {chunk} reaches 2^{reached:.0f}, beyond 2^{EXPONENT_LIMIT_LOG2:.0f}"
+
+    def satisfy(facts: Facts) -> Facts:
+        deepest = EXPONENT_LIMIT_LOG2 / centred_exponent_log2(facts.flag("chunk_size"), 1.0)
+        return facts if holds(facts) else facts.with_flag("lower_bound", -0.99 * deepest)
+
+    return Rule(
+        name="centred gates fit fp32",
+        kind=Kind.PROMISE,
+        reads=frozenset({"flag:lower_bound", "flag:chunk_size"}),
+        holds=holds,
+        message=message,
+        remedy="promise a lower_bound (or safe_gate) with (chunk_size / 2 + 1) |lower_bound| log2(e) <= 124, or take "
+        "smaller chunks; without it a robust implementation runs, which is right for any gate",
+        violate=lambda f: f.with_flag("lower_bound", None),
         satisfy=satisfy,
     )
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from chunkwise.errors import ChunkwiseError, NoImplementationError
     from chunkwise.ops import OPS
     from chunkwise.ops.delta_rule import chunk_delta_rule
+    from chunkwise.ops.dplr_delta_rule import chunk_dplr_delta_rule
     from chunkwise.ops.gated_delta_rule import chunk_gated_delta_rule
+    from chunkwise.ops.gla import chunk_gla
+    from chunkwise.ops.rwkv7 import chunk_rwkv7
     from chunkwise.ops.simple_gla import chunk_simple_gla
 
 __version__ = "0.1.0"
@@ -25,7 +28,10 @@ _EXPORTS = {
     "NoImplementationError": "chunkwise.errors",
     "OPS": "chunkwise.ops",
     "chunk_delta_rule": "chunkwise.ops.delta_rule",
+    "chunk_dplr_delta_rule": "chunkwise.ops.dplr_delta_rule",
     "chunk_gated_delta_rule": "chunkwise.ops.gated_delta_rule",
+    "chunk_gla": "chunkwise.ops.gla",
+    "chunk_rwkv7": "chunkwise.ops.rwkv7",
     "chunk_simple_gla": "chunkwise.ops.simple_gla",
     "explain": "chunkwise.dispatcher.explain",
     "prefer": "chunkwise.dispatcher.policy",
@@ -37,7 +43,10 @@ __all__ = [
     "Explanation",
     "NoImplementationError",
     "chunk_delta_rule",
+    "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_gla",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "explain",
     "prefer",

@@ -33,7 +33,7 @@ PARALLEL_EPS = (0.003, 0.01, 0.1, 0.5, 2.0)
 
 @dataclass(frozen=True)
 class Plan:
-    """The dtypes of a call: of activations, of gates and the like (tensors without a width), and of states."""
+    """The dtypes of a call: of activations, of gates and of tensors without a width, and of states."""
 
     name: str
     activations: str
@@ -222,15 +222,19 @@ def default_needs(call: Call) -> frozenset[str]:
 def _usual(declaration: Declaration, spec: TensorSpec) -> str:
     if spec.name in declaration.promises.states:
         return "state"
-    bounded = any(c.name == spec.name and c.upper is not None for c in declaration.promises.contracts)
-    return "gate" if bounded else "normal"
+    return "gate" if spec.name in gates_of(declaration) else "normal"
+
+
+def gates_of(declaration: Declaration) -> list[str]:
+    """The arguments that are gates: those with an upper bound."""
+    return [c.name for c in declaration.promises.contracts if c.upper is not None]
 
 
 def _dtype(declaration: Declaration, spec: TensorSpec, plan: Plan) -> str:
     if spec.name in declaration.promises.states:
         return plan.states
     narrow = spec.axes[-1].name in HEAD_AXES
-    return plan.gates if narrow else plan.activations
+    return plan.gates if narrow or spec.name in gates_of(declaration) else plan.activations
 
 
 def _generator(name: str, seed: int, device: str) -> torch.Generator:
@@ -282,6 +286,13 @@ def _zero(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator
     return torch.copysign(torch.zeros_like(x), x)
 
 
+def _mixed(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    """Side by side: about -20 a step, moderate, and exactly 0."""
+    gates = _gate(spec, sizes, generator)
+    kind = torch.randint(0, 3, gates.shape, generator=generator, device=gates.device)
+    return torch.where(kind == 0, gates - 20.0, torch.where(kind == 1, gates, 0.0))
+
+
 def _step(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
     """Step sizes in (0, 1), small in the first heads and large in the last."""
     x = _normal(spec, sizes, generator)
@@ -302,6 +313,33 @@ def _parallel(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Gener
     first = functional.normalize(x.narrow(rows, 0, min(1, x.shape[rows])), dim=-1)
     noise = functional.normalize(_normal(spec, sizes, generator), dim=-1)
     return functional.normalize(first + eps.view(heads.shape) * noise, dim=-1)
+
+
+def _erase(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    """``-x``, x of unit length."""
+    return -_unit(spec, sizes, generator)
+
+
+def _erase_parallel(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    """``-x``, the x of a head nearly parallel."""
+    return -_parallel(spec, sizes, generator)
+
+
+def _write(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    """A step along the x that the argument ``a`` was drawn from as ``erase``."""
+    return _step(spec, sizes, generator)[..., :1] * _unit(spec, sizes, _of_argument(generator, spec.name, "a"))
+
+
+def _write_parallel(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    """The same for ``erase-parallel``, with steps near one."""
+    steps = _near_one(spec, sizes, generator)[..., :1]
+    return steps * _parallel(spec, sizes, _of_argument(generator, spec.name, "a"))
+
+
+def _of_argument(generator: torch.Generator, own: str, other: str) -> torch.Generator:
+    """The generator that another argument of the call is drawn from."""
+    seed = generator.initial_seed() - zlib.crc32(own.encode()) + zlib.crc32(other.encode())
+    return torch.Generator(generator.device).manual_seed(seed)
 
 
 def _large(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
@@ -326,9 +364,14 @@ STRATEGIES: dict[str, Strategy] = {
     "gate": _gate,
     "strong": _strong,
     "zero": _zero,
+    "mixed": _mixed,
     "step": _step,
     "near-one": _near_one,
     "parallel": _parallel,
+    "erase": _erase,
+    "erase-parallel": _erase_parallel,
+    "write": _write,
+    "write-parallel": _write_parallel,
     "large": _large,
     "state": _state,
 }

@@ -174,5 +174,5 @@ def _runs(active: list[int], limit: int) -> Iterator[tuple[slice, list[int]]]:
 
 
 def _packed_rows(longest: int) -> int:
-    """Up to 8 as they are; above, the next power of two, which the blockwise inverse halves down to 8."""
-    return longest if longest <= 8 else 1 << (longest - 1).bit_length()
+    """The next power of two: the inverse and the decays of single channels halve a chunk again and again."""
+    return 1 << (longest - 1).bit_length()

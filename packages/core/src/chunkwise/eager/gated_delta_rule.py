@@ -29,6 +29,7 @@ from chunkwise.eager.triangular import (
     segment_sums,
     segment_sums_backward,
     unit_lower_inverse,
+    with_columns,
 )
 
 LEAN = "gdn-wy64@1"
@@ -119,7 +120,7 @@ def forward(
 
         def compute(group: ChunkGroup, state: Tensor) -> dict[str, Tensor]:
             found = _forward_group(group, inputs, state, save == FULL)
-            return {**found, "inverse": _with_columns(found["inverse"], schedule.chunk_size)}
+            return {**found, "inverse": with_columns(found["inverse"], schedule.chunk_size)}
 
         walk(layout, final, {**tensors, "o": o}, compute)
     return (o, final if inputs.output_final_state else None), tensors
@@ -167,7 +168,7 @@ def _solve(group: ChunkGroup, chunk: _Chunk, inverse: Tensor, state: Tensor) -> 
 def _transition(chunk: _Chunk, inverse: Tensor) -> Transition:
     """How the chunks move the state."""
     key_in = _scaled(chunk.k, chunk.beta * chunk.from_start)
-    return Transition(inverse, key_in, _scaled(chunk.k, chunk.to_end), chunk.whole)
+    return Transition(inverse, key_in, _scaled(chunk.k, chunk.to_end), chunk.whole.unsqueeze(-1))
 
 
 def backward(
@@ -222,7 +223,7 @@ def _recover(group: ChunkGroup, chunk: _Chunk, residuals: Residuals, state: Tens
     # Two tensors are left alone: decays inside a chunk need more digits of g_cumsum than fp32 has, and w, which
     # strong decay takes below the least fp16, is not needed.
     tensors = residuals.tensors
-    inverse = _with_columns(group.pack(tensors["inverse"]), group.rows)
+    inverse = with_columns(group.pack(tensors["inverse"]), group.rows)
     if residuals.format != FULL:
         return _solve(group, chunk, inverse, state)
     states = tensors["states"].index_select(0, group.slots).float()
@@ -336,8 +337,3 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 def _group_sum(x: Tensor, heads: int) -> Tensor:
     """Sum the value heads that share a key head: `[chunks, HV, ...]` -> `[chunks, H, ...]`."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
-
-
-def _with_columns(inverse: Tensor, columns: int) -> Tensor:
-    """Cut the last axis or fill it with zeros to `columns`."""
-    return torch.nn.functional.pad(inverse, (0, columns - inverse.shape[-1]))

@@ -24,6 +24,11 @@ def chunks_of_64(facts: Facts) -> EagerSchedule:
     return EagerSchedule(chunk_size=64)
 
 
+def chunks_as_asked(facts: Facts) -> EagerSchedule:
+    """Chunks of the size that the call settles."""
+    return EagerSchedule(chunk_size=facts.flag("chunk_size"))
+
+
 GATED_DELTA_RULE = Implementation(
     "torch/gated_delta_rule/chunkwise",
     op="chunk_gated_delta_rule",
@@ -57,4 +62,27 @@ SIMPLE_GLA = Implementation(
     residuals=("simple-gla64@1", "simple-gla-states64@1"),
 )
 
-IMPLEMENTATIONS = (GATED_DELTA_RULE, DELTA_RULE, SIMPLE_GLA)
+GLA = Implementation(
+    "torch/gla/chunkwise",
+    op="chunk_gla",
+    rank=1000,
+    archs=("any",),
+    schedule=chunks_of_64,
+    forward="chunkwise.eager.gla:forward",
+    backward="chunkwise.eager.gla:backward",
+    residuals=("gla64@1", "gla-states64@1"),
+)
+
+# It needs no promise: no exponent in it is above zero, whatever the gates are.
+DPLR_DELTA_RULE = Implementation(
+    "torch/dplr_delta_rule/chunkwise",
+    op="chunk_dplr_delta_rule",
+    rank=1000,
+    archs=("any",),
+    schedule=chunks_as_asked,
+    forward="chunkwise.eager.dplr_delta_rule:forward",
+    backward="chunkwise.eager.dplr_delta_rule:backward",
+    residuals=tuple(f"dplr-{kept}{size}@1" for size in (16, 32, 64) for kept in ("wy", "states")),
+)
+
+IMPLEMENTATIONS = (GATED_DELTA_RULE, DELTA_RULE, SIMPLE_GLA, GLA, DPLR_DELTA_RULE)

@@ -23,12 +23,25 @@ def prefix_sums(g: Tensor) -> tuple[Tensor, Tensor]:
 
     `high` is the sum rounded to fp32, `low` what rounding took away.
     """
-    # Apple's GPUs have no fp64; there are few gates, so their sums take the way over the host.
-    wide = g.to("cpu", torch.float64) if g.device.type == "mps" else g.double()
+    wide = _widened(g)
     # A product with ones, as cumsum on CUDA is not the same twice along the innermost axis.
-    sums = multiply_last(wide, ones_lower(g.shape[-1], wide).mT)
+    return _in_two(multiply_last(wide, ones_lower(g.shape[-1], wide).mT), g.device)
+
+
+def prefix_sums_of_rows(g: Tensor) -> tuple[Tensor, Tensor]:
+    """The same along the last axis but one: `[..., C, K]`."""
+    wide = _widened(g)
+    return _in_two(ones_lower(g.shape[-2], wide) @ wide, g.device)
+
+
+def _widened(g: Tensor) -> Tensor:
+    """In fp64. Apple's GPUs have none; there are few gates, so their sums take the way over the host."""
+    return g.to("cpu", torch.float64) if g.device.type == "mps" else g.double()
+
+
+def _in_two(sums: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     high = sums.float()
-    return high.to(g.device), (sums - high).float().to(g.device)
+    return high.to(device), (sums - high).float().to(device)
 
 
 def segment_sums(high: Tensor, low: Tensor) -> Tensor:
@@ -59,18 +72,23 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
     size = min(rows, _BASE)
     flat = a.reshape(-1, rows, rows)
     inverse = torch.zeros_like(flat)
-    _diagonal_blocks(inverse, size).copy_(_substitute(_diagonal_blocks(flat, size)))
+    diagonal_blocks(inverse, size).copy_(_substitute(diagonal_blocks(flat, size)))
     while size < rows:
-        pair = _diagonal_blocks(inverse, 2 * size)
+        pair = diagonal_blocks(inverse, 2 * size)
         upper, lower = pair[..., :size, :size], pair[..., size:, size:]
-        below = _diagonal_blocks(flat, 2 * size)[..., size:, :size]
+        below = diagonal_blocks(flat, 2 * size)[..., size:, :size]
         pair[..., size:, :size] = (lower @ (below @ upper)).neg_()
         size *= 2
     return inverse.view_as(a)
 
 
-def _diagonal_blocks(a: Tensor, size: int) -> Tensor:
-    """`[batch, C, C]` -> view `[batch, C / size, size, size]`."""
+def with_columns(matrix: Tensor, columns: int) -> Tensor:
+    """Cut the last axis or fill it with zeros to `columns`."""
+    return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[-1]))
+
+
+def diagonal_blocks(a: Tensor, size: int) -> Tensor:
+    """`[batch, C, C]` -> view `[batch, C / size, size, size]` of the blocks on the diagonal."""
     blocks = a.shape[-1] // size
     tiles = a.view(a.shape[0], blocks, size, blocks, size)
     return tiles.diagonal(0, 1, 3).movedim(-1, 1)

@@ -15,6 +15,8 @@ _MODULES = {
     "chunk_gated_delta_rule": "chunkwise.ops.gated_delta_rule",
     "chunk_delta_rule": "chunkwise.ops.delta_rule",
     "chunk_simple_gla": "chunkwise.ops.simple_gla",
+    "chunk_gla": "chunkwise.ops.gla",
+    "chunk_dplr_delta_rule": "chunkwise.ops.dplr_delta_rule",
 }
 
 

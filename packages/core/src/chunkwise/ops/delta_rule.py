@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from chunkwise.autograd.residuals import ResidualField, ResidualFormat, chunk_slots
-from chunkwise.protocol.cases import Budget, Case, Cost, drawn
+from chunkwise.protocol.cases import Budget, Case, Cost, drawn, recurrent_cases, sizes_of
 from chunkwise.protocol.declaration import Offsets, Output
 from chunkwise.protocol.op import op
 from chunkwise.reference import recurrence
@@ -34,45 +34,23 @@ def _cost(sizes: Mapping[str, int], activation_bytes: int) -> Cost:
     return Cost(flops=flops, bytes=float(rows * h * ((2 * k + 2 * v) * activation_bytes + 4)))
 
 
-def _sizes(b: int, t: int, heads: int, widths: tuple[int, int]) -> dict[str, int]:
-    return {"B": b, "T": t, "H": heads, "K": widths[0], "V": widths[1]}
-
-
 # Keys of unit length, as the recurrence wants them; steps that differ from head to head.
 DRAW = {"q": "unit", "k": "unit", "beta": "step"}
-STATES = {"output_final_state": True}
 
 CASES = (
-    Case("dense", _sizes(2, 130, 3, (24, 40))),
-    Case("one-token", _sizes(2, 1, 3, (16, 24))),
-    Case("short", _sizes(1, 37, 3, (24, 16)), present=("initial_state",)),
-    Case("tail", _sizes(1, 200, 3, (16, 24)), present=("initial_state",), options=STATES),
-    Case(
-        "ragged",
-        _sizes(1, 192, 3, (16, 24)),
-        offsets=(0, 0, 63, 64, 65, 65, 192),
-        present=("initial_state",),
-        options=STATES,
-    ),
-    Case(
-        "padded",
-        _sizes(1, 192, 3, (24, 16)),
-        offsets=(0, 100, 160),
-        options={**STATES, "state_v_first": True},
-        present=("initial_state",),
-    ),
+    *recurrent_cases(),
     Case(
         "l2norm",
-        _sizes(2, 70, 3, (20, 36)),
+        sizes_of(2, 70, 3, (20, 36)),
         options={"use_qk_l2norm_in_kernel": True},
         draw={"q": "normal", "k": "normal"},
     ),
-    Case("parallel-keys", _sizes(1, 128, 5, (24, 24)), draw={"k": "parallel", "beta": "near-one"}),
+    Case("parallel-keys", sizes_of(1, 128, 5, (24, 24)), draw={"k": "parallel", "beta": "near-one"}),
 )
 
 BENCHMARKS = (
-    Case("h64-d128-4x4096", _sizes(4, 4096, 64, (128, 128))),
-    Case("h32-d256-8x2048", _sizes(8, 2048, 32, (256, 256))),
+    Case("h64-d128-4x4096", sizes_of(4, 4096, 64, (128, 128))),
+    Case("h32-d256-8x2048", sizes_of(8, 2048, 32, (256, 256))),
 )
 
 
@@ -140,18 +118,14 @@ def chunk_delta_rule(
         TypeError: a wrong dtype, an unknown keyword, an argument that is no tensor.
         NoImplementationError: nothing installed (or the forced backend) can run the call; every reason is given.
     """
-    if initial_state is not None and state_v_first:
-        initial_state = initial_state.transpose(-1, -2)
     o, state = recurrence.delta_rule(
         q,
         k,
         v,
         beta,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        initial_state=initial_state,
+        initial_state=recurrence.k_first(initial_state, state_v_first),
         cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )
-    if not output_final_state:
-        return o, None
-    return o, state.transpose(-1, -2) if state_v_first else state
+    return recurrence.results(o, state, output_final_state, state_v_first)

@@ -232,8 +232,6 @@ def chunk_gated_delta_rule(
         "allow_neg_eigval": allow_neg_eigval,
     }
     tensors.update(_apply_model_options(tensors, options))
-    if initial_state is not None and state_v_first:
-        initial_state = initial_state.transpose(-1, -2)
     o, state = recurrence.gated_delta_rule(
         q,
         k,
@@ -241,10 +239,8 @@ def chunk_gated_delta_rule(
         tensors["g"],
         tensors["beta"],
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        initial_state=initial_state,
+        initial_state=recurrence.k_first(initial_state, state_v_first),
         cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )
-    if not output_final_state:
-        return o, None
-    return o, state.transpose(-1, -2) if state_v_first else state
+    return recurrence.results(o, state, output_final_state, state_v_first)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chunkwise import errors
 from chunkwise.autograd.residuals import ResidualField, ResidualFormat, chunk_slots
-from chunkwise.protocol.cases import Budget, Case, Cost, drawn
+from chunkwise.protocol.cases import Budget, Case, Cost, drawn, recurrent_cases, sizes_of
 from chunkwise.protocol.contracts import at_most
 from chunkwise.protocol.declaration import Offsets, Output, Prologue
 from chunkwise.protocol.op import op
@@ -45,36 +45,20 @@ def _cost(sizes: Mapping[str, int], activation_bytes: int) -> Cost:
     return Cost(flops=flops, bytes=float(rows * h * ((2 * k + 2 * v) * activation_bytes + 4)))
 
 
-def _sizes(b: int, t: int, heads: int, widths: tuple[int, int]) -> dict[str, int]:
-    return {"B": b, "T": t, "H": heads, "K": widths[0], "V": widths[1]}
-
-
 # Unit length is no need of this recurrence; it keeps sums over many tokens within what fp16 holds.
 DRAW = {"q": "unit", "k": "unit", "g": "gate"}
-STATES = {"output_final_state": True}
 BOTH = ("g", "initial_state")
 
 CASES = (
-    Case("dense", _sizes(2, 130, 3, (24, 40)), present=("g",)),
-    Case("one-token", _sizes(2, 1, 3, (16, 24)), present=("g",)),
-    Case("short", _sizes(1, 37, 3, (24, 16)), present=BOTH),
-    Case("tail", _sizes(1, 200, 3, (16, 24)), present=BOTH, options=STATES),
-    Case("no-gate", _sizes(1, 100, 3, (16, 24)), present=("initial_state",), options=STATES),
-    Case("ragged", _sizes(1, 192, 3, (16, 24)), offsets=(0, 0, 63, 64, 65, 65, 192), present=BOTH, options=STATES),
-    Case(
-        "padded",
-        _sizes(1, 192, 3, (24, 16)),
-        offsets=(0, 100, 160),
-        options={**STATES, "state_v_first": True},
-        present=BOTH,
-    ),
-    Case("strong-decay", _sizes(1, 100, 3, (16, 24)), draw={"g": "strong"}, present=BOTH),
-    Case("no-decay", _sizes(1, 100, 3, (16, 24)), draw={"g": "zero"}, present=("g",)),
+    *recurrent_cases("g"),
+    Case("no-gate", sizes_of(1, 100, 3, (16, 24)), present=("initial_state",), options={"output_final_state": True}),
+    Case("strong-decay", sizes_of(1, 100, 3, (16, 24)), draw={"g": "strong"}, present=BOTH),
+    Case("no-decay", sizes_of(1, 100, 3, (16, 24)), draw={"g": "zero"}, present=("g",)),
 )
 
 BENCHMARKS = (
-    Case("h64-d128-4x4096", _sizes(4, 4096, 64, (128, 128)), present=("g",)),
-    Case("h32-d256-8x2048", _sizes(8, 2048, 32, (256, 256)), present=("g",)),
+    Case("h64-d128-4x4096", sizes_of(4, 4096, 64, (128, 128)), present=("g",)),
+    Case("h32-d256-8x2048", sizes_of(8, 2048, 32, (256, 256)), present=("g",)),
 )
 
 
@@ -143,17 +127,13 @@ def chunk_simple_gla(
     """
     if g_gamma is not None:
         g = _constant_gate({"q": q, "g": g}, {"g_gamma": g_gamma})["g"]
-    if initial_state is not None and state_v_first:
-        initial_state = initial_state.transpose(-1, -2)
     o, state = recurrence.simple_gla(
         q,
         k,
         v,
         g,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        initial_state=initial_state,
+        initial_state=recurrence.k_first(initial_state, state_v_first),
         cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
     )
-    if not output_final_state:
-        return o, None
-    return o, state.transpose(-1, -2) if state_v_first else state
+    return recurrence.results(o, state, output_final_state, state_v_first)

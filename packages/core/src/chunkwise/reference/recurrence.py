@@ -101,6 +101,18 @@ def _first_state(initial_state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens:
     return v.new_zeros(sequences, v.shape[2], k.shape[-1], v.shape[-1])
 
 
+def k_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:
+    """A given state as `[N, HV, K, V]`."""
+    return state.transpose(-1, -2) if state is not None and state_v_first else state
+
+
+def results(o: Tensor, state: Tensor, output_final_state: bool, state_v_first: bool) -> tuple[Tensor, Tensor | None]:
+    """What an op returns of `(o, state)`: the state only where it is asked for, in the layout of the call."""
+    if not output_final_state:
+        return o, None
+    return o, state.transpose(-1, -2) if state_v_first else state
+
+
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x * rsqrt(sum(x^2) + eps)` over the last axis."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
@@ -218,3 +230,72 @@ def simple_gla(
     q, k, v, gates = (x.to(dtype) for x in (q, k, v, gates))
     state = _first_state(initial_state, k, v, cu_seqlens)
     return scan(simple_gla_step, (q * scale, k, v, gates), v, state, cu_seqlens)
+
+
+def gla_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """`S <- diag(exp g) S + k v^T;  o = S^T q`: q, k, g `[n, H, K]`, v `[n, H, V]`."""
+    state = state * g.exp().unsqueeze(-1) + k.unsqueeze(-1) * v.unsqueeze(-2)
+    return state, _read(state, q)
+
+
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Offsets | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gated linear attention, `S <- diag(exp g_t) S + k_t v_t^T`, `o_t = scale * S^T q_t`.
+
+    Shapes: q, k, g (natural log) `[B, T, H, K]`, v `[B, T, H, V]`, states `[N, H, K, V]`. Computed in the widest dtype
+    given.
+
+    Returns:
+        `(o, final_state)`, o shaped like v.
+
+    Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.
+    """
+    dtype = _widest(q, k, v, g, initial_state)
+    q, k, v, g = (x.to(dtype) for x in (q, k, v, g))
+    state = _first_state(initial_state, k, v, cu_seqlens)
+    return scan(gla_step, (q * scale, k, v, g), v, state, cu_seqlens)
+
+
+def dplr_delta_rule_step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`S <- diag(exp gk) S + b (a^T S) + k v^T;  o = S^T q`, both terms of the old S: q, k, a, b, gk `[n, H, K]`."""
+    read = b.unsqueeze(-1) * _read(state, a).unsqueeze(-2)
+    state = state * gk.exp().unsqueeze(-1) + read + k.unsqueeze(-1) * v.unsqueeze(-2)
+    return state, _read(state, q)
+
+
+def dplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Offsets | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule of a diagonal and a low-rank part, `S <- diag(exp gk_t) S + b_t (a_t^T S) + k_t v_t^T`.
+
+    `o_t = scale * S^T q_t`. Shapes: q, k, a, b, gk (natural log) `[B, T, H, K]`, v `[B, T, H, V]`, states
+    `[N, H, K, V]`. Computed in the widest dtype given.
+
+    Returns:
+        `(o, final_state)`, o shaped like v.
+
+    Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", equation 17, for general a and b.
+    """
+    dtype = _widest(q, k, v, a, b, gk, initial_state)
+    q, k, v, a, b, gk = (x.to(dtype) for x in (q, k, v, a, b, gk))
+    state = _first_state(initial_state, k, v, cu_seqlens)
+    return scan(dplr_delta_rule_step, (q * scale, k, v, a, b, gk), v, state, cu_seqlens)

@@ -35,7 +35,7 @@ class Plan:
         op: the op's name.
         variant: the last part of the implementation's name.
         starting_point: ``module`` of the chunkwise PyTorch functions that it begins with.
-        residuals: the op's residual formats.
+        residuals: the op's residual formats, of its first chunk size.
         chunk_size: rows of a chunk of those formats.
     """
 
@@ -91,7 +91,7 @@ def plan_for(backend: str, op: str, variant: str) -> Plan:
         op,
         check_name("variant", variant),
         module,
-        tuple(f.name for f in formats if f.name in built_in[0].residuals),
+        tuple(f.name for f in formats if f.name in built_in[0].residuals and f.chunk_size == formats[0].chunk_size),
         formats[0].chunk_size,
     )
 

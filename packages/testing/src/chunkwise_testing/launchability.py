@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from chunkwise.ops import OPS
+from chunkwise.protocol.declaration import Declaration
 from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.implementation import Implementation, Verdict
@@ -40,7 +41,16 @@ def _first_facts(op: str) -> Iterator[Facts]:
     case = variant(OPS[op].declaration.promises.cases[0], sizes={"T": 1})
     for plan in (PLANS["bf16"], PLANS["fp32"]):
         call = sampling.draw(OPS[op], case, plan)
-        yield facts_of(call, sampling.default_needs(call))
+        for options in chunk_options(OPS[op].declaration):
+            yield facts_of(call.replaced(options=options), sampling.default_needs(call))
+
+
+def chunk_options(declaration: Declaration) -> list[dict[str, int]]:
+    """Options that ask for each chunk size of an op; nothing where it has but one."""
+    if "chunk_size" not in declaration.option_names:
+        return [{}]
+    sizes = dict.fromkeys(f.chunk_size for f in declaration.promises.formats)
+    return [{"chunk_size": size} for size in sizes]
 
 
 def verdicts(implementation: Implementation) -> Iterator[tuple[Facts, Verdict]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from chunkwise_testing.suite.accuracy import Accuracy
 from chunkwise_testing.suite.base import Suite
+from chunkwise_testing.suite.contracts import Contracts
 from chunkwise_testing.suite.gradients import Gradients
 from chunkwise_testing.suite.graphs import CudaGraphs, Graphs
 from chunkwise_testing.suite.memory import Memory
@@ -19,6 +20,7 @@ from chunkwise_testing.suite.table import BackendTable
 SUITE: tuple[Any, ...] = (
     Accuracy,
     BackendTable,
+    Contracts,
     CudaGraphs,
     Gradients,
     Graphs,

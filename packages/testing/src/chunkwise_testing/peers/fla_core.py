@@ -14,9 +14,13 @@ _DELTA_RULE_ARGUMENTS = (
     *("q", "k", "v", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens", "cu_seqlens_cpu"),
     "use_qk_l2norm_in_kernel",
 )
-_SIMPLE_GLA_ARGUMENTS = (
+_GLA_ARGUMENTS = (
     *("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens", "cu_seqlens_cpu"),
     "state_v_first",
+)
+_DPLR_ARGUMENTS = (
+    *("q", "k", "v", "a", "b", "gk", "scale", "initial_state", "output_final_state", "cu_seqlens", "cu_seqlens_cpu"),
+    *("safe_gate", "chunk_size", "disable_recompute", "lower_bound"),
 )
 
 
@@ -45,7 +49,19 @@ FLA_CORE = Peer(
         Adapter(
             op="chunk_simple_gla",
             function="fla.ops.simple_gla:chunk_simple_gla",
-            arguments=_SIMPLE_GLA_ARGUMENTS,
+            arguments=_GLA_ARGUMENTS,
+            unsupported=_unsupported,
+        ),
+        Adapter(
+            op="chunk_gla",
+            function="fla.ops.gla:chunk_gla",
+            arguments=_GLA_ARGUMENTS,
+            unsupported=_unsupported,
+        ),
+        Adapter(
+            op="chunk_dplr_delta_rule",
+            function="fla.ops.generalized_delta_rule:chunk_dplr_delta_rule",
+            arguments=_DPLR_ARGUMENTS,
             unsupported=_unsupported,
         ),
     ),

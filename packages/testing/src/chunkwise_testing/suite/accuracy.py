@@ -62,7 +62,7 @@ def cells_of(backend: str, ops: tuple[str, ...] | None = None) -> list[Cell]:
     """Every cell that a backend answers for: its pairs and devices, the op's cases, the dtypes."""
     return [
         Cell(subject, case, plan)
-        for subject in subjects_of(backend, ops, default_format_only=False)
+        for subject in subjects_of(backend, ops)
         for case in OPS[subject.op].declaration.promises.cases
         for plan in DTYPE_PLANS
     ]

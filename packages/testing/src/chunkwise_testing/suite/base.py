@@ -42,7 +42,8 @@ class Subject:
 
     def refusals(self, call: Call, needs: Collection[str]) -> list[str]:
         """Why the pair cannot run a call; empty where it can."""
-        return self.pair.refusals(facts_of(call, needs))
+        with self.pair.forced():
+            return self.pair.refusals(facts_of(call, needs))
 
     def run(
         self, call: Call, needs: Collection[str] = (), gradients: Mapping[str, Tensor | None] | None = None
@@ -70,24 +71,37 @@ def mark_of(device: str) -> tuple[pytest.MarkDecorator, ...]:
     return (marks[device],) if device in marks else ()
 
 
-def subjects_of(backend: str, ops: Collection[str] | None, *, default_format_only: bool) -> list[Subject]:
-    """Every subject that a backend answers for, sorted by name."""
+def subjects_of(backend: str, ops: Collection[str] | None, formats: str = "all") -> list[Subject]:
+    """Every subject that a backend answers for, sorted by name.
+
+    ``formats`` is ``all``, ``one chunk size`` (those of the op's first format's) or ``default`` (that one alone).
+    """
     found = []
     for op in OPS:
         if ops is not None and op not in ops:
             continue
-        default = OPS[op].declaration.promises.formats[0].name
+        declared = OPS[op].declaration.promises.formats
+        allowed = {
+            "all": declared,
+            "one chunk size": [f for f in declared if f.chunk_size == declared[0].chunk_size],
+            "default": declared[:1],
+        }[formats]
+        names = {f.name for f in allowed}
         for pair in pairs_of(op, backend):
-            if not default_format_only or pair.format == default:
+            if pair.format in names:
                 found += [Subject(pair, device) for device in devices_of(pair)]
     return sorted(found, key=str)
+
+
+_FORMATS = {"every": "all", "subject": "one chunk size", "default": "default", "on_gpu": "default"}
+"""The arguments of tests that take a subject, and the formats that they range over."""
 
 
 class Suite:
     """Base of the suite's classes.
 
-    A test takes ``subject`` (every pair in every residual format), ``default`` (in the op's default format) or
-    ``on_gpu`` (that, on a GPU alone).
+    A test takes ``every`` (every pair in every residual format), ``subject`` (in those of the op's first chunk size),
+    ``default`` (in the op's default format) or ``on_gpu`` (that, on a GPU alone).
     """
 
     backend: ClassVar[str] = ""
@@ -95,16 +109,16 @@ class Suite:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise over subjects."""
-        for name in {"subject", "default", "on_gpu"} & set(metafunc.fixturenames):
-            subjects = self.subjects(default_format_only=name != "subject")
+        for name in _FORMATS.keys() & set(metafunc.fixturenames):
+            subjects = self.subjects(_FORMATS[name])
             if name == "on_gpu":
                 subjects = [s for s in subjects if s.device == "cuda"]
             metafunc.parametrize(name, [pytest.param(s, id=str(s), marks=mark_of(s.device)) for s in subjects])
 
     @classmethod
-    def subjects(cls, *, default_format_only: bool = False) -> list[Subject]:
-        """What the class tests."""
-        return subjects_of(cls.backend, cls.ops, default_format_only=default_format_only)
+    def subjects(cls, formats: str = "all") -> list[Subject]:
+        """What the class tests, over ``formats`` as :func:`subjects_of` has them."""
+        return subjects_of(cls.backend, cls.ops, formats)
 
     @classmethod
     def applies(cls) -> bool:

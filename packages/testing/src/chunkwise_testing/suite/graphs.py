@@ -133,9 +133,9 @@ class CudaGraphs(Suite):
     """Capture and replay. The built-in backend has no part in it: it reads offsets on the host."""
 
     @classmethod
-    def subjects(cls, *, default_format_only: bool = False) -> list[Subject]:
+    def subjects(cls, formats: str = "all") -> list[Subject]:
         """Pairs without the built-in backend, on a GPU."""
-        subjects = super().subjects(default_format_only=default_format_only)
+        subjects = super().subjects(formats)
         built_in = [s for s in subjects if BUILT_IN in (i.backend for i in s.pair.implementations)]
         return [s for s in subjects if s.device == "cuda" and s not in built_in]
 

@@ -83,10 +83,10 @@ class Ragged(Suite):
     """Lengths, offsets, padding."""
 
     @pytest.mark.parametrize("tokens", LENGTHS)
-    def test_any_length(self, subject: Subject, tokens: int) -> None:
+    def test_any_length(self, every: Subject, tokens: int) -> None:
         """One token, less than a chunk, around its multiples; states in and out."""
-        subject.check_sample(Sample(subject.op, small_case(subject.op, "length", tokens), "bf16"))
-        subject.check_sample(Sample(subject.op, small_case(subject.op, "length", tokens), "fp32"))
+        every.check_sample(Sample(every.op, small_case(every.op, "length", tokens), "bf16"))
+        every.check_sample(Sample(every.op, small_case(every.op, "length", tokens), "fp32"))
 
     def test_tail_of_a_long_sequence(self, subject: Subject) -> None:
         """T = 1000: a tail of 40 rows behind fifteen chunks, with a final state and its gradient."""

@@ -64,16 +64,16 @@ class States(Suite):
         study = Sample(subject.op, small_case(subject.op, "split", TOKENS), plan).study()
         check_pieces(subject, study, [cut], TOKENS)
 
-    def test_split_anywhere(self, subject: Subject) -> None:
+    def test_split_anywhere(self, every: Subject) -> None:
         """The same for random cuts, several at a time."""
-        study = Sample(subject.op, small_case(subject.op, "split", TOKENS), "fp32").study()
+        study = Sample(every.op, small_case(every.op, "split", TOKENS), "fp32").study()
 
         @settings(
             max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
         )
         @given(st.sets(st.integers(1, TOKENS - 1), min_size=1, max_size=5))
         def check(cuts: set[int]) -> None:
-            check_pieces(subject, study, sorted(cuts), TOKENS)
+            check_pieces(every, study, sorted(cuts), TOKENS)
 
         check()
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from corpus import BOS, VOCABULARY
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, silu, softplus
+from torch.nn.functional import conv1d, normalize, silu, softplus
 
 import chunkwise
 
@@ -118,7 +118,7 @@ class RecurrentMixer(nn.Module):
         nn.init.zeros_(self.output.weight)  # at first the layer adds nothing
 
     def steps(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What the op takes behind q, k and v, from `x` [T, width]: `[1, T, HV]` each, fp32."""
+        """What the op takes behind q, k and v, from `x` [T, width]: `[1, T, HV]` each, fp32, where it says no other."""
         raise NotImplementedError
 
     def op_arguments(
@@ -199,6 +199,75 @@ class SimpleGLA(RecurrentMixer):
         return (self.decay(x),)
 
 
+class GatedLinearAttention(RecurrentMixer):
+    """Linear attention with a gate for each channel of the keys (Yang, Wang, Shen, Panda and Kim, 2024)."""
+
+    op = chunkwise.chunk_gla
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.value_heads)
+        self.decay = Decay(config.width, config.value_heads * config.key_width)
+
+    def steps(self, x: Tensor) -> tuple[Tensor, ...]:
+        """g, `[1, T, H, K]`."""
+        return (self.decay(x).unflatten(-1, (self.counts[0], -1)),)
+
+
+class DPLR(RecurrentMixer):
+    """A delta rule that erases along one key what it writes along another, with a gate for each channel of the keys."""
+
+    op = chunkwise.chunk_dplr_delta_rule
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.value_heads)
+        channels = config.value_heads * config.key_width
+        self.decay: nn.Module = Decay(config.width, channels)
+        self.erased = nn.Linear(config.width, channels, bias=False)
+        self.rate = nn.Linear(config.width, channels, bias=False)
+
+    def steps(self, x: Tensor) -> tuple[Tensor, ...]:
+        """a, b, gk, `[1, T, H, K]`."""
+        raw, rate, decay = (f(x).view(1, len(x), self.counts[0], -1) for f in (self.erased, self.rate, self.decay))
+        key = normalize(raw.float(), dim=-1)
+        return (-key).to(raw.dtype), (key * rate.float().sigmoid()).to(raw.dtype), decay
+
+
+class BoundedDecay(nn.Module):
+    """RWKV-7's decay: its natural log is `-exp(-0.5) sigmoid(x W + bias)`."""
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        self.step = nn.Linear(width, channels, bias=False)
+        self.bias = nn.Parameter(torch.linspace(-6.0, 1.0, channels))  # decays that differ per channel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [T, width] to [1, T, channels], fp32."""
+        return -math.exp(-0.5) * (self.step(x).float()[None] + self.bias).sigmoid()
+
+
+class RWKV7(DPLR):
+    """RWKV-7's recurrence (Peng et al., 2025): DPLR whose decays keep a bound that a kernel may rely on."""
+
+    op = staticmethod(chunkwise.chunk_rwkv7)
+    op_options: Mapping[str, Any] = {"scale": 1.0, "lower_bound": -math.exp(-0.5)}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.decay = BoundedDecay(config.width, config.value_heads * config.key_width)
+
+    def op_arguments(
+        self, x: Tensor, ragged: Ragged, state: MixerState | None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
+        """r, w, k, v, a, b."""
+        (r, k, v, a, b, w), options, history = super().op_arguments(x, ragged, state)
+        return (r, w, k, v, a, b), options, history
+
+    def explain(self, x: Tensor, ragged: Ragged) -> Any:
+        """What `chunkwise.explain` says of the op that runs it."""
+        (r, w, k, v, a, b), options, _ = self.op_arguments(x, ragged, None)
+        return chunkwise.explain(chunkwise.chunk_dplr_delta_rule, r, k, v, a, b, w, **options)
+
+
 class DeltaNet(RecurrentMixer):
     """The delta rule (Yang, Wang, Zhang, Shen and Kim, 2024); every value head has a key head of its own."""
 
@@ -218,6 +287,9 @@ MIXERS: dict[str, type[nn.Module]] = {
     "gated_delta_rule": GatedDeltaNet,
     "delta_rule": DeltaNet,
     "simple_gla": SimpleGLA,
+    "gla": GatedLinearAttention,
+    "dplr_delta_rule": DPLR,
+    "rwkv7": RWKV7,
 }
 
 

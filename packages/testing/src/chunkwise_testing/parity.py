@@ -7,7 +7,7 @@ from typing import Any
 
 from chunkwise_testing.suite.accuracy import Accuracy
 from chunkwise_testing.suite.base import Suite
-from chunkwise_testing.suite.contracts import Contracts
+from chunkwise_testing.suite.contracts import Contracts, Gates, Promises
 from chunkwise_testing.suite.gradients import Gradients
 from chunkwise_testing.suite.graphs import CudaGraphs, Graphs
 from chunkwise_testing.suite.memory import Memory
@@ -22,10 +22,12 @@ SUITE: tuple[Any, ...] = (
     BackendTable,
     Contracts,
     CudaGraphs,
+    Gates,
     Gradients,
     Graphs,
     Memory,
     ModelOptions,
+    Promises,
     Ragged,
     Shapes,
     States,

@@ -43,7 +43,7 @@ def pinned_study(op: str, contract: Contract, bound: float, ulps: int, plan: str
 
 
 class Contracts(Suite):
-    """Values outside the contract are named where they are looked at; at a promised bound results are right."""
+    """Values outside the contract are named where they are looked at."""
 
     def test_a_value_outside_is_named(self, default: Subject) -> None:
         """NaN in any argument, and a positive gate."""
@@ -63,6 +63,15 @@ class Contracts(Suite):
         with chunkwise.prefer(check_values=True):
             assert_finite(default.run(nan_padded(call, 30)))
 
+
+class Gates(Suite):
+    """What a gate outside its contract may do, for the ops that have one."""
+
+    @classmethod
+    def subjects(cls, formats: str = "all") -> list[Subject]:
+        """The pairs of ops with gates."""
+        return [s for s in super().subjects(formats) if gates_of(OPS[s.op].declaration)]
+
     def test_one_large_positive_gate(self, subject: Subject) -> None:
         """Outside the contract, so its chunk means nothing; but nothing crashes, and chunks before it are right."""
         for name in gates_of(OPS[subject.op].declaration):
@@ -74,6 +83,15 @@ class Contracts(Suite):
             assert result.gradients.keys() == sampling.default_needs(call)
             before = subject.run(call).outputs["o"][:, :64]
             assert torch.allclose(result.outputs["o"][:, :64], before, rtol=1e-4, atol=1e-5)
+
+
+class Promises(Suite):
+    """Bounds that an option promises, for the ops that have such an option."""
+
+    @classmethod
+    def subjects(cls, formats: str = "all") -> list[Subject]:
+        """The pairs of ops with a promised bound."""
+        return [s for s in super().subjects(formats) if promised(s.op)]
 
     def test_a_promised_bound_is_checked(self, default: Subject) -> None:
         """A gate beyond the promise is named; one ulp beyond, where rounding may have put it, is not."""

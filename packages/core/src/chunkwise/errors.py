@@ -86,8 +86,8 @@ def axis_empty(op: str, name: str, axis: str) -> Exception:
 
 def not_divisible(op: str, axis: str, size: int, divisor: str, by: int) -> Exception:
     return ArgumentValueError(
-        f"{op}: {axis} = {size} is not a multiple of {divisor} = {by}; each query/key head serves {axis} // "
-        f"{divisor} value heads, so give {axis} as a multiple of {divisor}"
+        f"{op}: {axis} = {size} is not a multiple of {divisor} = {by}; each of the {divisor} heads serves {axis} // "
+        f"{divisor} of the {axis}, so give {axis} as a multiple of {divisor}"
     )
 
 
@@ -109,7 +109,31 @@ def host_tensor_expected(op: str, name: str, given: str) -> Exception:
 
 def wrong_option(op: str, name: str, given: object, expected: str) -> Exception:
     kind = type(given).__name__
-    return ArgumentTypeError(f"{op}: {name} = {given!r} ({kind}), but {expected} is expected")
+    return ArgumentTypeError(f"{op}: {name} = {given!r} ({kind}), but {expected} is expected{_one_window(name, given)}")
+
+
+def _one_window(name: str, given: object) -> str:
+    if name != "window_size" or not isinstance(given, (tuple, list)):
+        return ""
+    left = given[0] if len(given) == 2 and given[1] == 0 and isinstance(given[0], int) else None
+    number = "left + 1" if left is None else "None" if left == -1 else str(left + 1)
+    return (
+        ": the number of keys that a query sees, its own position included; (left, 0) is window_size=left + 1 and "
+        f"(-1, 0) is None, both with causal=True, so give window_size={number}"
+    )
+
+
+def window_too_small(op: str, given: int) -> Exception:
+    return ArgumentValueError(
+        f"{op}: window_size = {given}, but at least 1 is expected (a query sees its own position); None: no window"
+    )
+
+
+def window_needs_causal(op: str, given: int) -> Exception:
+    return ArgumentValueError(
+        f"{op}: window_size = {given} together with causal=False, but a window reaches back only; give causal=True, or "
+        f"window_size=None"
+    )
 
 
 def ragged_needs_one_row(op: str, name: str, batch: int) -> Exception:
@@ -138,9 +162,9 @@ def exclude_each_other(op: str, one: str, other: str) -> Exception:
     return ArgumentValueError(f"{op}: {one} and {other} were both given, but only one of them can hold; leave one out")
 
 
-def bad_offset(op: str, name: str, index: int, value: int, reason: str) -> Exception:
+def bad_offset(op: str, name: str, index: int, value: int, reason: str, axis: str = "T") -> Exception:
     return ArgumentValueError(
-        f"{op}: {name}[{index}] = {value} {reason}; offsets start at 0, never decrease and end at T or before it"
+        f"{op}: {name}[{index}] = {value} {reason}; offsets start at 0, never decrease and end at {axis} or before it"
     )
 
 

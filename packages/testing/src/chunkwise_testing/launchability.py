@@ -49,7 +49,7 @@ def chunk_options(declaration: Declaration) -> list[dict[str, int]]:
     """Options that ask for each chunk size of an op; nothing where it has but one."""
     if "chunk_size" not in declaration.option_names:
         return [{}]
-    sizes = dict.fromkeys(f.chunk_size for f in declaration.promises.formats)
+    sizes = dict.fromkeys(f.chunk_size for f in declaration.promises.formats if f.chunk_size is not None)
     return [{"chunk_size": size} for size in sizes]
 
 

@@ -121,7 +121,7 @@ def needed_gradients(declaration: Declaration, tensors: Sequence[Any]) -> frozen
 
 
 def run_forward(route: Route, tensors: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-    """The outputs (None where not asked for) and the residuals in the order of their format."""
+    """The outputs (None where not asked for) and the residuals in the order of their format's fields."""
     if route.check_values:
         derive.check_values(route.declaration, tensors, route.form.options)
     elif route.check_offsets:
@@ -152,7 +152,7 @@ def run_backward(
     canonical = tuple(
         None if g is None else _gradient_in(route, output.name, g) for output, g in zip(outputs, grads, strict=True)
     )
-    saved = Residuals(residual_format.name, dict(zip(residual_format.field_names, residuals, strict=True)))
+    saved = Residuals(residual_format.name, dict(zip(residual_format.saved_names, residuals, strict=True)))
     found = _run(route, runner, route.form.inputs(tensors), saved, canonical, needs)
     if found.keys() != needs:
         raise errors.wrong_gradients(runner.implementation.name, found, needs)
@@ -209,7 +209,7 @@ class _Recorded(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs, residuals = run_forward(route, tensors)
         ctx.route = route
-        ctx.save_for_backward(*tensors, *residuals)
+        ctx.save_for_backward(*tensors, *residuals, *(outputs[i] for i in route.kept_outputs))
         return outputs
 
     @staticmethod

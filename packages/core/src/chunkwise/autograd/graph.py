@@ -124,7 +124,7 @@ def define(declaration: Declaration) -> None:
         torch.library.register_autograd(
             node,
             _backward_of(declaration, residual_format, backward),
-            setup_context=_setup_context(declaration),
+            setup_context=_setup_context(declaration, residual_format),
             lib=_LIBRARY,
         )
         _NODES[declaration.name, residual_format.name] = node
@@ -168,7 +168,7 @@ def _define_forward(declaration: Declaration, residual_format: ResidualFormat | 
 
 def _define_backward(declaration: Declaration, residual_format: ResidualFormat) -> Any:
     grads = [f"Tensor? grad_{output.name}" for output in declaration.promises.outputs]
-    residuals = [f"Tensor saved_{name}" for name in residual_format.field_names]
+    residuals = [f"Tensor saved_{name}" for name in residual_format.saved_names]
     returns = ", ".join(["Tensor"] * len(declaration.promises.differentiable))
     arguments = ", ".join([*grads, *residuals, _schema_arguments(declaration)])
     return _define(
@@ -218,7 +218,7 @@ def _forward_kernel(
 def _backward_kernel(declaration: Declaration, residual_format: ResidualFormat, *arguments: Any) -> tuple[Tensor, ...]:
     from chunkwise.autograd.bridge import run_backward
 
-    outputs, fields = len(declaration.promises.outputs), len(residual_format.fields)
+    outputs, fields = len(declaration.promises.outputs), len(residual_format.saved_names)
     grads, residuals = arguments[:outputs], arguments[outputs : outputs + fields]
     route, tensors, needs = _node_route(declaration, residual_format, arguments[outputs + fields :])
     gradients = run_backward(route, tensors, residuals, grads, needs)
@@ -254,7 +254,7 @@ def _forward_fake(
 
 
 def _backward_fake(declaration: Declaration, residual_format: ResidualFormat, *arguments: Any) -> tuple[Tensor, ...]:
-    skip = len(declaration.promises.outputs) + len(residual_format.fields)
+    skip = len(declaration.promises.outputs) + len(residual_format.saved_names)
     tensors, _, needs, _, _ = _split(declaration, arguments[skip:])
     by_name = dict(zip(declaration.tensor_names, tensors, strict=True))
     return tuple(
@@ -263,15 +263,16 @@ def _backward_fake(declaration: Declaration, residual_format: ResidualFormat, *a
     )
 
 
-def _setup_context(declaration: Declaration) -> Callable[..., None]:
+def _setup_context(declaration: Declaration, residual_format: ResidualFormat) -> Callable[..., None]:
     count, outputs = len(declaration.tensors), len(declaration.promises.outputs)
+    kept = declaration.kept_outputs(residual_format)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *output[outputs:], *(o for o in output[:outputs] if o.numel() == 0 and o.dim() == 1)
         )
-        ctx.save_for_backward(*inputs[:count], *output[outputs:])
+        ctx.save_for_backward(*inputs[:count], *output[outputs:], *(output[i] for i in kept))
         ctx.rest = inputs[count:]
 
     return setup_context

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from chunkwise.protocol.axes import Axis
 
+POLICIES = ("lean", "full")
+"""What a format is for; see :class:`ResidualFormat`."""
+
 
 class Residuals(NamedTuple):
-    """The tensors that a forward saved, by field name, and the format that they follow."""
+    """The tensors that a forward saved, by field name (or output name), and the format that they follow."""
 
     format: str
     tensors: Mapping[str, Tensor]
@@ -41,16 +44,19 @@ class ResidualFormat:
     Args:
         name: ``gdn-wy64@1``; the version grows when a field changes its axes, dtype, log base or chunk.
         policy: ``lean`` (the op's default: the backward recomputes what is cheap) or ``full``.
-        chunk_size: rows of a chunk, which the fields' axis ``C`` takes.
+        chunk_size: rows of a chunk, which the fields' axis ``C`` takes; None where nothing is cut into chunks.
         fields: the tensors, in the order in which they are saved.
         sizes: adds the sizes that only this format has (chunk slots) to the call's axis sizes.
+        outputs: outputs that the backward reads as well, always returned; core keeps them beside the fields, so that a
+            forward does not copy them.
     """
 
     name: str
     policy: str
-    chunk_size: int
+    chunk_size: int | None
     fields: tuple[ResidualField, ...]
     sizes: Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
+    outputs: tuple[str, ...] = ()
 
     def all_sizes(self, sizes: Mapping[str, Any], ragged: bool) -> Mapping[str, Any]:
         """The call's axis sizes, C, and the sizes of this format's own axes."""
@@ -60,6 +66,11 @@ class ResidualFormat:
     def field_names(self) -> tuple[str, ...]:
         """The names of the fields, in order."""
         return tuple(field.name for field in self.fields)
+
+    @cached_property
+    def saved_names(self) -> tuple[str, ...]:
+        """What a backward gets by name: the fields, then the outputs that it reads as well."""
+        return (*self.field_names, *self.outputs)
 
     @cached_property
     def pick(self) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:

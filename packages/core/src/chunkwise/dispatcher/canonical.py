@@ -18,7 +18,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _state(tensor: Tensor) -> Tensor:
+def _widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32).contiguous()
 
 
@@ -49,10 +49,10 @@ class CanonicalForm:
 
     def _conversion(self, name: str, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
         promises = self.declaration.promises
-        if name in promises.states:
-            if self.state_v_first:
-                return _state_v_first
-            return _state if tensor.dtype != torch.float32 or not tensor.is_contiguous() else None
+        if name in promises.states and self.state_v_first:
+            return _state_v_first
+        if name in promises.states or name in promises.widened:
+            return _widened if tensor.dtype != torch.float32 or not tensor.is_contiguous() else None
         if any(name in (offsets.name, offsets.host) for offsets in promises.offsets):
             return _offsets if tensor.dtype != torch.int32 or not tensor.is_contiguous() else None
         return None if tensor.is_contiguous() else _contiguous
@@ -71,7 +71,7 @@ class CanonicalForm:
 
     def state_gradient_in(self, gradient: Tensor) -> Tensor:
         """The gradient of a returned state, K-first, fp32, contiguous."""
-        return (_state_v_first if self.state_v_first else _state)(gradient)
+        return (_state_v_first if self.state_v_first else _widened)(gradient)
 
     def gradient_out(self, name: str, gradient: Tensor, like: Tensor) -> Tensor:
         """A backend's gradient in the dtype and layout of the caller's argument."""

@@ -10,6 +10,7 @@ from chunkwise import errors
 from chunkwise.protocol.axes import ACTIVATION_DTYPES, TensorSpec
 from chunkwise.protocol.cases import Case
 from chunkwise.protocol.declaration import Declaration
+from chunkwise.protocol.derive import check_options
 from chunkwise.verifier.device import DeviceFacts
 from chunkwise.verifier.facts import Facts
 
@@ -116,10 +117,9 @@ def _sizes(declaration: Declaration, call: DescribedCall) -> dict[str, int]:
 def _options(declaration: Declaration, given: Mapping[str, Any]) -> dict[str, Any]:
     specs = {spec.name: spec for spec in declaration.options if spec.name != "backend"}
     _refuse_unknown(declaration.name, "option", given, specs)
-    for name, value in given.items():
-        if not specs[name].accepts(value):
-            raise errors.wrong_option(declaration.name, name, value, specs[name].expected)
-    return {name: given.get(name, spec.default) for name, spec in specs.items()}
+    values = {name: given.get(name, spec.default) for name, spec in specs.items()}
+    check_options(declaration, values)
+    return values
 
 
 def _refuse_unknown(op: str, what: str, given: Mapping[str, Any] | tuple[str, ...], known: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from chunkwise.autograd.residuals import ResidualFormat
@@ -46,6 +47,11 @@ class Route:
     check_values: bool
     check_offsets: bool
     device_index: int | None
+
+    @cached_property
+    def kept_outputs(self) -> tuple[int, ...]:
+        """The places of the outputs that the format keeps for the backward."""
+        return self.declaration.kept_outputs(self.format) if self.format else ()
 
     def __str__(self) -> str:
         backward = self.backward.implementation if self.backward else None

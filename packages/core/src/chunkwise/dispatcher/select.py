@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkwise import errors
-from chunkwise.autograd.residuals import ResidualFormat
+from chunkwise.autograd.residuals import POLICIES, ResidualFormat
 from chunkwise.dispatcher import failure
 from chunkwise.dispatcher.canonical import CanonicalForm
 from chunkwise.dispatcher.policy import Policy
@@ -141,6 +141,8 @@ def _allowed_formats(request: Request) -> Sequence[ResidualFormat]:
     if request.residuals is None:
         return [f for f in fitting if f.policy == "full"] if request.facts.flags.get("disable_recompute") else fitting
     chosen = [f for f in fitting if request.residuals in (f.name, f.policy)]
+    if not chosen and request.residuals in POLICIES:
+        return fitting  # a policy is for a whole model, some of whose ops may have one format only
     if not chosen:
         known = dict.fromkeys(name for f in formats for name in (f.policy, f.name))
         raise errors.unknown_residuals(request.residuals, request.declaration.name, known)

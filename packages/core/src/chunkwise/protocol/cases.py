@@ -15,6 +15,7 @@ class Case:
         name: unique within the op.
         sizes: axis name to size.
         offsets: ``cu_seqlens`` of a ragged call, or None.
+        more_offsets: argument name to offsets, where a ragged call has others than its first.
         options: option name to value, where it is not the default.
         draw: argument name to the name of the distribution that it is drawn from; normal where none is named.
         present: optional tensors that the call passes.
@@ -23,6 +24,7 @@ class Case:
     name: str
     sizes: Mapping[str, int]
     offsets: tuple[int, ...] | None = None
+    more_offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     draw: Mapping[str, str] = field(default_factory=dict)
     present: tuple[str, ...] = ()

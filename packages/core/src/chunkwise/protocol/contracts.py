@@ -28,6 +28,7 @@ class Contract:
     lower: float | None = None
     upper: float | None = None
     lower_option: str | None = None
+    minus_infinity: bool = False
 
     def __str__(self) -> str:
         bounds = []
@@ -37,7 +38,7 @@ class Contract:
             bounds.append(f"{self.name} <= {self.upper:g}")
         if self.lower_option is not None and self.lower is None:
             bounds.append(f"{self.name} >= {self.lower_option} where that is given")
-        return " and ".join(bounds) or f"{self.name} is finite"
+        return " and ".join(bounds) or f"{self.name} is {'finite or -inf' if self.minus_infinity else 'finite'}"
 
     def under(self, options: Mapping[str, Any]) -> Contract:
         """The contract of a call with these options."""
@@ -47,6 +48,8 @@ class Contract:
     def check(self, op: str, values: Tensor) -> None:
         """Raise, naming the first value outside the contract. Syncs with the device."""
         bad = ~torch.isfinite(values)
+        if self.minus_infinity:
+            bad &= ~torch.isneginf(values)
         if self.lower is not None:
             beyond = torch.finfo(values.dtype).eps * abs(self.lower) if self.lower_option is not None else 0.0
             bad |= values < self.lower - beyond
@@ -67,10 +70,15 @@ def finite(name: str) -> Contract:
     return Contract(name)
 
 
-def offset_problem(offsets: Tensor, total: int) -> tuple[int, int, str] | None:
+def finite_or_minus_infinity(name: str) -> Contract:
+    """No value of ``name`` is NaN or +infinite; -infinity stands for what is not there."""
+    return Contract(name, minus_infinity=True)
+
+
+def offset_problem(offsets: Tensor, total: int, axis: str = "T") -> tuple[int, int, str] | None:
     """The first bad entry of host offsets: (index, value, what is wrong with it), or None.
 
-    Offsets ``[N+1]`` start at 0, never decrease and end at ``total`` rows or before.
+    Offsets ``[N+1]`` start at 0, never decrease and end at ``total`` rows of ``axis`` or before.
     """
     first = int(offsets[0])
     if first != 0:
@@ -82,5 +90,5 @@ def offset_problem(offsets: Tensor, total: int) -> tuple[int, int, str] | None:
     last = int(offsets[-1])
     if last > total:
         index = int((offsets > total).nonzero()[0])
-        return index, int(offsets[index]), f"passes T = {total}"
+        return index, int(offsets[index]), f"passes {axis} = {total}"
     return None

@@ -81,15 +81,17 @@ class Promises:
     contracts: tuple[Contract, ...]
     differentiable: tuple[str, ...]
     states: tuple[str, ...]
+    widened: tuple[str, ...]
     offsets: tuple[Offsets, ...]
     formats: tuple[ResidualFormat, ...]
     static_axes: tuple[str, ...]
     scale_axis: str
     prologue: Prologue | None
     settle: Settle | None
+    bare: bool
     cases: tuple[Case, ...]
     benchmarks: tuple[Case, ...]
-    cost: Callable[[Mapping[str, int], int], Cost]
+    cost: Callable[[Mapping[str, Any], int], Cost]
     budget: Budget
 
 
@@ -120,6 +122,18 @@ class Declaration:
         """The residual format of this name."""
         return next(f for f in self.promises.formats if f.name == name)
 
+    def kept_outputs(self, residual_format: ResidualFormat) -> tuple[int, ...]:
+        """The places of the outputs that a format keeps for the backward."""
+        names = [output.name for output in self.promises.outputs]
+        return tuple(names.index(name) for name in residual_format.outputs)
+
+    def returned(self, outputs: Sequence[Any]) -> Any:
+        """What a call returns of its outputs, None where one was not asked for."""
+        if not self.promises.bare:
+            return outputs
+        asked = tuple([output for output in outputs if output is not None])
+        return asked[0] if len(asked) == 1 else asked
+
 
 CORE_OPTIONS = ("state_v_first", "backend")
 """Options that core settles: a backend sees K-first fp32 states, and was chosen already."""
@@ -132,7 +146,8 @@ def declare(reference: Callable[..., Any], promises: Promises) -> Declaration:
     hidden = promises.prologue.arguments if promises.prologue else ()
     tensors, options = [], []
     for name, parameter in signature.parameters.items():
-        spec = tensor_spec(name, hints[name], STATE_DTYPES if name in promises.states else None)
+        any_float = name in promises.states or name in promises.widened
+        spec = tensor_spec(name, hints[name], STATE_DTYPES if any_float else None)
         if name in hidden:
             continue
         if spec is not None:

@@ -25,20 +25,20 @@ class Binding:
 
 def check(declaration: Declaration, tensors: Sequence[Any], options: Sequence[Any]) -> Binding:
     """Hold a call against its declaration; raises ValueError or TypeError that names the argument."""
-    check_options(declaration, options)
+    check_options(declaration, dict(zip(declaration.option_names, options, strict=True)))
     present = _present(declaration, tensors)
     _check_kinds(declaration, present)
     _check_devices(declaration, present)
     return _bind(declaration, present, _option(declaration, options, "state_v_first"))
 
 
-def check_options(declaration: Declaration, options: Sequence[Any]) -> None:
-    """Raise where an option has a wrong type, or a number is not finite."""
-    for spec, value in zip(declaration.options, options, strict=True):
-        if not spec.accepts(value):
-            raise errors.wrong_option(declaration.name, spec.name, value, spec.expected)
+def check_options(declaration: Declaration, values: Mapping[str, Any]) -> None:
+    """Raise where an option has a wrong type, a number is not finite, or the op itself refuses a value."""
+    for spec in declaration.options:
+        if spec.name in values and not spec.accepts(values[spec.name]):
+            raise errors.wrong_option(declaration.name, spec.name, values[spec.name], spec.expected)
     if declaration.promises.settle is not None:
-        declaration.promises.settle(dict(zip(declaration.option_names, options, strict=True)))
+        declaration.promises.settle(values)
 
 
 def settled(declaration: Declaration, options: Mapping[str, Any], residuals: str | None) -> Mapping[str, Any]:
@@ -48,7 +48,7 @@ def settled(declaration: Declaration, options: Mapping[str, Any], residuals: str
     """
     if declaration.promises.settle is None:
         return options
-    chunks = {f.name: f.chunk_size for f in declaration.promises.formats}
+    chunks = {f.name: f.chunk_size for f in declaration.promises.formats if f.chunk_size is not None}
     if "chunk_size" in options and residuals in chunks:
         if options["chunk_size"] not in (None, chunks[residuals]):
             raise errors.format_of_other_chunks(declaration.name, residuals, chunks[residuals], options["chunk_size"])
@@ -103,6 +103,7 @@ def _bind(declaration: Declaration, present: Mapping[str, Tensor], state_v_first
     for spec in declaration.tensors:
         if not spec.optional:
             binder.bind(spec, present[spec.name].shape)
+    _check_all_offsets(declaration, present)
     ragged = [_bind_sequences(binder, offsets, specs, present) for offsets in promises.offsets]
     for state in promises.states:
         if state in present:
@@ -114,6 +115,13 @@ def _bind(declaration: Declaration, present: Mapping[str, Tensor], state_v_first
     for constraint in promises.constraints:
         constraint.check(name, binder.sizes)
     return Binding(binder.sizes, any(ragged))
+
+
+def _check_all_offsets(declaration: Declaration, present: Mapping[str, Tensor]) -> None:
+    names = [offsets.name for offsets in declaration.promises.offsets]
+    given = [name for name in names if name in present]
+    if given and len(given) < len(names):
+        raise errors.requires(declaration.name, given[0], next(name for name in names if name not in present))
 
 
 def swapped(spec: TensorSpec) -> TensorSpec:
@@ -162,9 +170,9 @@ def check_host_offsets(declaration: Declaration, tensors: Sequence[Any]) -> None
 def _raise_bad_offset(
     declaration: Declaration, offsets: Offsets, name: str, values: Tensor, present: Mapping[str, Any]
 ) -> None:
-    problem = offset_problem(values, _rows(declaration, offsets, present))
+    problem = offset_problem(values, _rows(declaration, offsets, present), offsets.rows)
     if problem is not None:
-        raise errors.bad_offset(declaration.name, name, *problem)
+        raise errors.bad_offset(declaration.name, name, *problem, axis=offsets.rows)
 
 
 def _rows(declaration: Declaration, offsets: Offsets, present: Mapping[str, Any]) -> int:

@@ -39,9 +39,8 @@ class Op(Generic[P, R]):
         tensors, options, extras = self._bind(*args, **kwargs)
         if extras is not None:
             tensors = apply_prologue(self.declaration, tensors, extras)
-        if _compiling():
-            return cast("R", graph.call(self.declaration, tensors, options))
-        return cast("R", bridge.call(self.declaration, tensors, options))
+        call = graph.call if _compiling() else bridge.call
+        return cast("R", self.declaration.returned(call(self.declaration, tensors, options)))
 
     def __repr__(self) -> str:
         return f"<chunkwise op {self.declaration.name}{self.declaration.signature}>"
@@ -64,15 +63,17 @@ def op(
     differentiable: tuple[str, ...],
     formats: tuple[ResidualFormat, ...],
     static_axes: tuple[str, ...],
-    cost: Callable[[Mapping[str, int], int], Cost],
+    cost: Callable[[Mapping[str, Any], int], Cost],
     budget: Budget,
     constraints: tuple[Divides, ...] = (),
     contracts: tuple[Contract, ...] = (),
     states: tuple[str, ...] = (),
+    widened: tuple[str, ...] = (),
     offsets: tuple[Offsets, ...] = (),
     scale_axis: str = "K",
     prologue: Prologue | None = None,
     settle: Settle | None = None,
+    bare: bool = False,
     cases: tuple[Case, ...] = (),
     benchmarks: tuple[Case, ...] = (),
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
@@ -83,15 +84,19 @@ def op(
         differentiable: the arguments that have a gradient.
         formats: the residual formats, the default first; at most two for each chunk size, lean and full.
         static_axes: axes that do not vary between the calls of one model; a trace may depend on them.
-        cost: axis sizes and bytes of an activation to the FLOPs and bytes that no implementation can avoid.
+        cost: axis sizes with the options of a call, and the bytes of an activation, to the FLOPs and bytes that no
+            implementation can avoid.
         constraints: between axis sizes.
         contracts: on values; checked under ``CHUNKWISE_CHECK=values`` only.
         states: arguments and outputs that are states ``[..., K, V]`` (``[..., V, K]`` with ``state_v_first``).
-        offsets: ragged offsets and their host copies.
+        widened: arguments of any float dtype that a backend sees in fp32, as it sees states; their gradients come back
+            in the dtype that was given.
+        offsets: ragged offsets and their host copies; given all together or not at all.
         scale_axis: the axis whose size gives the default ``scale``, ``size ** -0.5``.
         prologue: model options that core applies in front.
-        settle: checks options against each other and fills in those that a call leaves open. An option ``chunk_size``
-            chooses among the formats by their chunks, ``disable_recompute`` those that are full.
+        settle: checks options, whose types are right, against each other and fills in those that a call leaves open. An
+            option ``chunk_size`` chooses among the formats by their chunks, ``disable_recompute`` those that are full.
+        bare: outputs that were not asked for are left out, and a single one is returned without a tuple.
         cases, benchmarks: shapes for parity tests and for the benchmark.
         budget: the accuracy that every backend must reach.
     """
@@ -103,12 +108,14 @@ def op(
             contracts=contracts,
             differentiable=differentiable,
             states=states,
+            widened=widened,
             offsets=offsets,
             formats=formats,
             static_axes=static_axes,
             scale_axis=scale_axis,
             prologue=prologue,
             settle=settle,
+            bare=bare,
             cases=cases,
             benchmarks=benchmarks,
             cost=cost,

@@ -188,7 +188,8 @@ class Scorer:
             yield from compare(request.op, case, request.plan, request.device, sides, mode)
 
     def _cost(self, case: Case) -> Cost:
-        return self.request.op.declaration.promises.cost(case.sizes, DTYPES[self.request.plan.activations].itemsize)
+        known = {**case.sizes, **case.options}
+        return self.request.op.declaration.promises.cost(known, DTYPES[self.request.plan.activations].itemsize)
 
     # --- a shape ---------------------------------------------------------------------------------------------
 

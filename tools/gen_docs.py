@@ -82,13 +82,15 @@ def _format_tables(name: str) -> Iterator[str]:
 
     declaration = OPS[name].declaration
     for residual_format in declaration.promises.formats:
-        chunks = f"chunks of {residual_format.chunk_size}"
-        yield f"Residual format `{residual_format.name}` ({residual_format.policy}, {chunks}):\n"
+        chunks = f", chunks of {residual_format.chunk_size}" if residual_format.chunk_size else ""
+        yield f"Residual format `{residual_format.name}` ({residual_format.policy}{chunks}):\n"
         yield "| field | axes | dtype | meaning |\n|---|---|---|---|"
         for field in residual_format.fields:
             dtype = f"that of `{field.dtype}`" if field.dtype in declaration.tensor_names else field.dtype
             yield f"| `{field.name}` | `{field.axes_text}` | {dtype} | {field.meaning} |"
         yield ""
+        if residual_format.outputs:
+            yield f"Its backward reads {' and '.join(f'`{n}`' for n in residual_format.outputs)} as well.\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,7 +36,7 @@ class Plan:
         variant: the last part of the implementation's name.
         starting_point: ``module`` of the chunkwise PyTorch functions that it begins with.
         residuals: the op's residual formats, of its first chunk size.
-        chunk_size: rows of a chunk of those formats.
+        chunk_size: rows of a chunk of those formats; of a block, where they have no chunks.
     """
 
     backend: str
@@ -92,7 +92,7 @@ def plan_for(backend: str, op: str, variant: str) -> Plan:
         check_name("variant", variant),
         module,
         tuple(f.name for f in formats if f.name in built_in[0].residuals and f.chunk_size == formats[0].chunk_size),
-        formats[0].chunk_size,
+        formats[0].chunk_size or 64,
     )
 
 

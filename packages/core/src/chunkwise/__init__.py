@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from chunkwise.ops.gla import chunk_gla
     from chunkwise.ops.rwkv7 import chunk_rwkv7
     from chunkwise.ops.simple_gla import chunk_simple_gla
+    from chunkwise.ops.sink_attention import sink_attention
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _EXPORTS = {
     "chunk_simple_gla": "chunkwise.ops.simple_gla",
     "explain": "chunkwise.dispatcher.explain",
     "prefer": "chunkwise.dispatcher.policy",
+    "sink_attention": "chunkwise.ops.sink_attention",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "chunk_simple_gla",
     "explain",
     "prefer",
+    "sink_attention",
 ]
 
 

@@ -1,4 +1,5 @@
-"""What every recurrent op shares: where the chunks of a call lie, its states, the walk over its chunks and back."""
+"""What ops share: how much is computed at once; of recurrent ones, where the chunks of a call lie, its states, the walk
+over its chunks and back."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ _ELEMENTS_AT_ONCE = 1 << 18
 _ELEMENTS_AT_ONCE_ON_GPU = 1 << 25
 
 
+def elements_at_once(device: torch.device) -> int:
+    """Elements of one temporary tensor on a device."""
+    return _ELEMENTS_AT_ONCE if device.type == "cpu" else _ELEMENTS_AT_ONCE_ON_GPU
+
+
 def layout_of(chunk_size: int, inputs: Any) -> ChunkLayout:
     """Where the chunks of a call with `v` `[B, T, HV, V]` and `k` `[B, T, H, K]` lie."""
     v = inputs.v
     batch, length, heads, value_width = v.shape
     per_row = heads * max(chunk_size, inputs.k.shape[-1], value_width)
-    elements = _ELEMENTS_AT_ONCE if v.device.type == "cpu" else _ELEMENTS_AT_ONCE_ON_GPU
-    tiling = Tiling(chunk_size, elements // max(per_row, 1), v.device)
+    tiling = Tiling(chunk_size, elements_at_once(v.device) // max(per_row, 1), v.device)
     if inputs.cu_seqlens is None:
         return dense_layout(batch, length, tiling)
     offsets = inputs.cu_seqlens if inputs.cu_seqlens_cpu is None else inputs.cu_seqlens_cpu

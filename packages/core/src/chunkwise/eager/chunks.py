@@ -23,15 +23,9 @@ _SHORT = (4, 16)
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkGroup:
-    """Successive steps of one table."""
+class PackedRows:
+    """Where the rows of chunks lie; those past a chunk's own tokens are padding and hold zeros."""
 
-    rows: int
-    """Rows of a packed chunk; those past the chunk's own tokens are padding and hold zeros."""
-    active: tuple[int, ...]
-    """How many sequences have a chunk, for each step."""
-    slots: Tensor
-    """`[chunks]` place of each chunk when chunks are counted sequence by sequence over the whole call."""
     tokens: Tensor
     """`[chunks, rows]` row of `[B * T]` behind each packed row; 0 behind padding."""
     live: Tensor | None
@@ -39,7 +33,7 @@ class ChunkGroup:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks in this group."""
+        """Number of chunks."""
         return self.tokens.shape[0]
 
     def pack(self, x: Tensor) -> Tensor:
@@ -61,6 +55,18 @@ class ChunkGroup:
         else:
             tokens, rows = self.tokens[self.live], rows[self.live]
         out.flatten(0, 1).index_copy_(0, tokens, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkGroup(PackedRows):
+    """Successive steps of one table."""
+
+    rows: int
+    """Rows of a packed chunk."""
+    active: tuple[int, ...]
+    """How many sequences have a chunk, for each step."""
+    slots: Tensor
+    """`[chunks]` place of each chunk when chunks are counted sequence by sequence over the whole call."""
 
 
 @dataclass(frozen=True, eq=False)

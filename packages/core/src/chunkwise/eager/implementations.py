@@ -13,7 +13,7 @@ class EagerSchedule:
     """How the chunkwise PyTorch code cuts a sequence.
 
     Args:
-        chunk_size: rows of a chunk; the residual formats fix it.
+        chunk_size: rows of a chunk; the residual formats fix it, where they have chunks.
     """
 
     chunk_size: int
@@ -85,4 +85,15 @@ DPLR_DELTA_RULE = Implementation(
     residuals=tuple(f"dplr-{kept}{size}@1" for size in (16, 32, 64) for kept in ("wy", "states")),
 )
 
-IMPLEMENTATIONS = (GATED_DELTA_RULE, DELTA_RULE, SIMPLE_GLA, GLA, DPLR_DELTA_RULE)
+SINK_ATTENTION = Implementation(
+    "torch/sink_attention/blocked",
+    op="sink_attention",
+    rank=1000,
+    archs=("any",),
+    schedule=chunks_of_64,
+    forward="chunkwise.eager.sink_attention:forward",
+    backward="chunkwise.eager.sink_attention:backward",
+    residuals=("attention-lse@1",),
+)
+
+IMPLEMENTATIONS = (GATED_DELTA_RULE, DELTA_RULE, SIMPLE_GLA, GLA, DPLR_DELTA_RULE, SINK_ATTENTION)

@@ -17,6 +17,7 @@ _MODULES = {
     "chunk_simple_gla": "chunkwise.ops.simple_gla",
     "chunk_gla": "chunkwise.ops.gla",
     "chunk_dplr_delta_rule": "chunkwise.ops.dplr_delta_rule",
+    "sink_attention": "chunkwise.ops.sink_attention",
 }
 
 

@@ -1,1 +1,1 @@
-"""The recurrences of every op, token by token, in plain PyTorch: what each op means."""
+"""What each op means, in plain PyTorch: recurrences token by token, attention row by row."""

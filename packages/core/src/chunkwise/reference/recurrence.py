@@ -87,7 +87,7 @@ def _schedule(starts: list[int], lengths: list[int]) -> tuple[list[int], list[in
     return active, rows
 
 
-def _widest(*given: Tensor | None) -> torch.dtype:
+def widest(*given: Tensor | None) -> torch.dtype:
     """The dtype that all tensors given promote to."""
     dtypes = [x.dtype for x in given if x is not None]
     return functools.reduce(torch.promote_types, dtypes)
@@ -155,7 +155,7 @@ def gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", equation 10.
     """
-    dtype = _widest(q, k, v, g, beta, initial_state)
+    dtype = widest(q, k, v, g, beta, initial_state)
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -225,7 +225,7 @@ def simple_gla(
 
     Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.
     """
-    dtype = _widest(q, k, v, g, initial_state)
+    dtype = widest(q, k, v, g, initial_state)
     gates = q.new_zeros(q.shape[:3]) if g is None else g
     q, k, v, gates = (x.to(dtype) for x in (q, k, v, gates))
     state = _first_state(initial_state, k, v, cu_seqlens)
@@ -258,7 +258,7 @@ def gla(
 
     Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.
     """
-    dtype = _widest(q, k, v, g, initial_state)
+    dtype = widest(q, k, v, g, initial_state)
     q, k, v, g = (x.to(dtype) for x in (q, k, v, g))
     state = _first_state(initial_state, k, v, cu_seqlens)
     return scan(gla_step, (q * scale, k, v, g), v, state, cu_seqlens)
@@ -295,7 +295,7 @@ def dplr_delta_rule(
 
     Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", equation 17, for general a and b.
     """
-    dtype = _widest(q, k, v, a, b, gk, initial_state)
+    dtype = widest(q, k, v, a, b, gk, initial_state)
     q, k, v, a, b, gk = (x.to(dtype) for x in (q, k, v, a, b, gk))
     state = _first_state(initial_state, k, v, cu_seqlens)
     return scan(dplr_delta_rule_step, (q * scale, k, v, a, b, gk), v, state, cu_seqlens)

@@ -221,7 +221,7 @@ def test_oracle_ignores_padding():
     call = sampling.draw(OPS[OP], case)
     needs, gradients = sampling.default_needs(call), sampling.draw_gradients(call)
     clean = oracle(call, needs, gradients).quantities()
-    dirty = oracle(nan_padded(call, 20), needs, gradients).quantities()
+    dirty = oracle(nan_padded(call), needs, gradients).quantities()
     assert all(same_bits(clean[n], x) for n, x in dirty.items())
     assert not bool(dirty["o"][:, 20:].any())
 

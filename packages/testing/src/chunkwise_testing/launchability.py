@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,17 +25,18 @@ def swept_facts(op: str) -> Iterator[Facts]:
     """Facts of an op's cases in every dtype, with and without gradients, then over widths and lengths."""
     declaration = OPS[op].declaration
     for case in declaration.promises.cases:
-        tiny = variant(case, sizes={"T": case.sizes["T"] if case.offsets is not None else 1})
+        tiny = variant(case, sizes={} if case.offsets is not None else {"T": 1})
         for plan in PLANS.values():
             call = sampling.draw(OPS[op], tiny, plan)
             for needs in (sampling.default_needs(call), frozenset[str]()):
                 facts = facts_of(call, needs)
                 yield dataclasses.replace(facts, sizes={**facts.sizes, **case.sizes})
+    axes = [axis for axis in declaration.promises.static_axes if axis not in sampling.HEAD_AXES]
     for facts in list(_first_facts(op)):
-        for k in WIDTHS:
-            for v in WIDTHS:
-                for t in TOKENS:
-                    yield facts.with_size("K", k).with_size("V", v).with_size("T", t)
+        for widths in itertools.product(WIDTHS, repeat=len(axes)):
+            for t in TOKENS:
+                sizes = {**facts.sizes, **dict(zip(axes, widths, strict=True)), "T": t}
+                yield dataclasses.replace(facts, sizes=sizes)
 
 
 def _first_facts(op: str) -> Iterator[Facts]:

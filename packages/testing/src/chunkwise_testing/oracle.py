@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkwise_testing.sampling import Call, call_sizes, output_spec, ragged_argument
+from chunkwise_testing.sampling import Call, asked_outputs, call_sizes, output_spec, ragged_argument, row_axis_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,8 @@ def evaluate(
     leaves = {name: t.detach().requires_grad_(name in needs) for name, t in call.tensors.items()}
     returned = (function or call.op)(**leaves, **call.options)
     returned = returned if isinstance(returned, tuple) else (returned,)
-    names = [output.name for output in call.declaration.promises.outputs]
+    promises = call.declaration.promises
+    names = [output.name for output in (asked_outputs(call) if promises.bare else promises.outputs)]
     outputs = {name: x for name, x in zip(names, returned, strict=True) if x is not None}
     wanted = [name for name in leaves if name in needs]
     used = [(outputs[n], g) for n, g in (gradients or {}).items() if g is not None and outputs[n].requires_grad]
@@ -111,21 +112,18 @@ def _graph_elements(call: Call) -> int:
     return rows * math.prod(sizes[a.name] for a in state.axes if a.name != "N") if state else rows
 
 
-def padded_rows(call: Call) -> tuple[int, int]:
-    """Rows in use and all rows of a ragged call; equal where nothing is padding, or the call is dense."""
-    offsets = ragged_argument(call.declaration)
-    rows = _row_count(call)
+def padded_rows(call: Call, name: str) -> tuple[int, int, int]:
+    """Of an argument's or output's rows: their axis, those in use, and all; equal where nothing is padding.
+
+    Zeros where it has no row axis.
+    """
+    axes = _axes(call, name)
+    offsets = row_axis_of(call.declaration, axes)
+    if offsets is None:
+        return 0, 0, 0
+    rows = call_sizes(call)[offsets.rows]
     given = call.tensors.get(offsets.name)
-    return (rows if given is None else int(given[-1])), rows
-
-
-def _row_count(call: Call) -> int:
-    rows = ragged_argument(call.declaration).rows
-    for name, tensor in call.tensors.items():
-        axes = _axes(call, name)
-        if rows in axes:
-            return tensor.shape[axes.index(rows)]
-    raise ValueError(f"{call.declaration.name}: no tensor has the axis {rows}")
+    return axes.index(offsets.rows), (rows if given is None else int(given[-1])), rows
 
 
 def _axes(call: Call, name: str) -> list[str]:
@@ -142,12 +140,8 @@ def _widened(call: Call) -> Call:
 
 
 def _rows(call: Call, name: str, tensor: Tensor) -> Tensor:
-    live, rows = padded_rows(call)
-    axes = _axes(call, name)
-    row_axis = ragged_argument(call.declaration).rows
-    if live == rows or row_axis not in axes:
-        return tensor
-    return tensor.narrow(axes.index(row_axis), 0, live)
+    axis, live, rows = padded_rows(call, name)
+    return tensor if live == rows else tensor.narrow(axis, 0, live)
 
 
 def _trimmed(call: Call) -> Call:
@@ -156,8 +150,8 @@ def _trimmed(call: Call) -> Call:
 
 def _stacking_axis(call: Call, name: str) -> int | None:
     """The axis along which copies of a tensor are laid side by side: sequences, rows (ragged) or the batch."""
-    offsets = ragged_argument(call.declaration)
     axes = _axes(call, name)
+    offsets = row_axis_of(call.declaration, axes) or ragged_argument(call.declaration)
     along = offsets.rows if offsets.name in call.tensors else offsets.batch
     for candidate in (offsets.sequences, along):
         if candidate in axes:
@@ -195,14 +189,11 @@ def _unstacked(result: Result, like: Call, count: int) -> list[Result]:
 
 def _completed(call: Call, needs: Collection[str], result: Result) -> Result:
     """The result with zeros in rows of padding and for gradients that nothing flows into."""
-    live, rows = padded_rows(call)
-    row_axis = ragged_argument(call.declaration).rows
 
     def grown(name: str, tensor: Tensor) -> Tensor:
-        axes = _axes(call, name)
-        if live == rows or row_axis not in axes:
+        axis, live, rows = padded_rows(call, name)
+        if live == rows:
             return tensor
-        axis = axes.index(row_axis)
         shape = [*tensor.shape[:axis], rows - live, *tensor.shape[axis + 1 :]]
         return torch.cat([tensor, tensor.new_zeros(shape)], axis)
 

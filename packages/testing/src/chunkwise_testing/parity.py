@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from chunkwise_testing.suite.accuracy import Accuracy
+from chunkwise_testing.suite.attention import Attention
 from chunkwise_testing.suite.base import Suite
 from chunkwise_testing.suite.contracts import Contracts, Gates, Promises
 from chunkwise_testing.suite.gradients import Gradients
@@ -19,6 +20,7 @@ from chunkwise_testing.suite.table import BackendTable
 
 SUITE: tuple[Any, ...] = (
     Accuracy,
+    Attention,
     BackendTable,
     Contracts,
     CudaGraphs,

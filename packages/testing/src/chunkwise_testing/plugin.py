@@ -22,6 +22,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 VARIABLE = "chunkwise_backend"
 CELL_PROPERTY = "chunkwise_cell"
+SUBJECTS = ("every", "subject", "default")
+"""The parameters that hold what is tested; see ``chunkwise_testing.suite.base.Suite``."""
 NEEDS = {
     "gpu": "needs a GPU",
     "interpreter": "needs TRITON_INTERPRET=1",
@@ -115,7 +117,7 @@ def _cell_of(item: pytest.Item) -> Any:
 def _device_of(item: pytest.Item) -> str | None:
     cell = _cell_of(item)
     given = _parameters(item)
-    subject = cell.subject if cell is not None else given.get("subject") or given.get("default")
+    subject = cell.subject if cell is not None else next((given[name] for name in SUBJECTS if name in given), None)
     return getattr(subject, "device", None)
 
 

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def variant(
     draw: Mapping[str, str] | None = None,
     present: tuple[str, ...] | None = None,
 ) -> Case:
-    """A case like another, with some of its parts exchanged; ``offsets`` also fix B = 1."""
+    """A case like another, with some of its parts exchanged; ``offsets`` also fix B = 1 and replace all others."""
     new_sizes = {**case.sizes, **(sizes or {})}
     if offsets is not None:
         new_sizes["B"] = 1
@@ -114,6 +115,7 @@ def variant(
         name=name or case.name,
         sizes=new_sizes,
         offsets=case.offsets if offsets is None else offsets,
+        more_offsets=case.more_offsets if offsets is None else {},
         options={**case.options, **(options or {})},
         draw={**case.draw, **(draw or {})},
         present=case.present if present is None else present,
@@ -125,11 +127,41 @@ def ragged_argument(declaration: Declaration) -> Offsets:
     return declaration.promises.offsets[0]
 
 
+def row_axis_of(declaration: Declaration, axes: Sequence[str]) -> Offsets | None:
+    """The offsets that cut an axis among these into sequences, or None."""
+    return next((offsets for offsets in declaration.promises.offsets if offsets.rows in axes), None)
+
+
+_FURTHER = (7, 0, -5, 2)
+"""How many rows more than the first row axis a further one has, sequence by sequence."""
+
+
+def _further(rows: int, sequence: int) -> int:
+    return max(0, rows + _FURTHER[sequence % len(_FURTHER)])
+
+
+def offsets_of(declaration: Declaration, case: Case) -> dict[str, tuple[int, ...]]:
+    """The offsets of a ragged case by argument; those that it does not name have lengths like the first, not equal."""
+    if case.offsets is None:
+        return {}
+    lengths = [_further(end - start, n) for n, (start, end) in enumerate(pairwise(case.offsets))]
+    further = (0, *accumulate(lengths))
+    first = ragged_argument(declaration)
+    return {
+        offsets.name: case.offsets if offsets is first else case.more_offsets.get(offsets.name, further)
+        for offsets in declaration.promises.offsets
+    }
+
+
 def all_sizes(declaration: Declaration, case: Case) -> dict[str, int]:
-    """The case's axis sizes with the number of sequences."""
+    """The case's axis sizes with the number of sequences, and with the row axes that it leaves out."""
     sizes = dict(case.sizes)
-    for offsets in declaration.promises.offsets:
-        sizes[offsets.sequences] = len(case.offsets) - 1 if case.offsets is not None else sizes[offsets.batch]
+    offsets = offsets_of(declaration, case)
+    rows = sizes[ragged_argument(declaration).rows]
+    for argument in declaration.promises.offsets:
+        sizes[argument.sequences] = len(case.offsets) - 1 if case.offsets is not None else sizes[argument.batch]
+        padding = rows - case.offsets[-1] if case.offsets is not None else 0
+        sizes.setdefault(argument.rows, offsets[argument.name][-1] + padding if offsets else _further(rows, 0))
     return sizes
 
 
@@ -151,12 +183,12 @@ def draw(
     sizes = all_sizes(declaration, case)
     options = dict(case.options)
     v_first = bool(options.get("state_v_first"))
-    offsets = {o.name for o in declaration.promises.offsets}
+    offsets = offsets_of(declaration, case)
     hosts = {o.host for o in declaration.promises.offsets}
     tensors: dict[str, Tensor] = {}
     for spec in declaration.tensors:
-        if spec.name in offsets and case.offsets is not None:
-            tensors[spec.name] = torch.tensor(case.offsets, dtype=torch.int32, device=device)
+        if spec.name in offsets:
+            tensors[spec.name] = torch.tensor(offsets[spec.name], dtype=torch.int32, device=device)
         elif spec.name in hosts or (spec.optional and spec.name not in case.present):
             continue
         else:
@@ -214,6 +246,11 @@ def call_sizes(call: Call) -> dict[str, int]:
     return sizes
 
 
+def gates_of(declaration: Declaration) -> list[str]:
+    """The arguments that are gates: bounded from above by a contract."""
+    return [c.name for c in declaration.promises.contracts if c.upper is not None]
+
+
 def default_needs(call: Call) -> frozenset[str]:
     """Every argument of the call that has a gradient."""
     return frozenset(call.declaration.promises.differentiable) & frozenset(call.tensors)
@@ -223,11 +260,6 @@ def _usual(declaration: Declaration, spec: TensorSpec) -> str:
     if spec.name in declaration.promises.states:
         return "state"
     return "gate" if spec.name in gates_of(declaration) else "normal"
-
-
-def gates_of(declaration: Declaration) -> list[str]:
-    """The arguments that are gates: those with an upper bound."""
-    return [c.name for c in declaration.promises.contracts if c.upper is not None]
 
 
 def _dtype(declaration: Declaration, spec: TensorSpec, plan: Plan) -> str:

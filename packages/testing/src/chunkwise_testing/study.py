@@ -17,7 +17,7 @@ from chunkwise.protocol.axes import dtype_name
 from chunkwise.protocol.cases import Case
 from chunkwise_testing import sampling
 from chunkwise_testing.oracle import Result, oracle_of_many
-from chunkwise_testing.sampling import PLANS, Call, ragged_argument
+from chunkwise_testing.sampling import PLANS, Call, row_axis_of
 from chunkwise_testing.tolerance import Measure, Parts, measure, moved, row_blocks
 
 DRAWS = 4
@@ -78,10 +78,10 @@ class Study:
         name = quantity.removeprefix("d_")
         spec = self.call.spec.get(name)
         axes = outputs[quantity] if quantity in outputs else [a.name for a in spec.axes] if spec else ["HV"]
-        offsets = ragged_argument(declaration)
-        given = self.call.tensors.get(offsets.name)
-        if offsets.rows not in axes:
+        offsets = row_axis_of(declaration, axes)
+        if offsets is None:
             return Parts(axes, None)
+        given = self.call.tensors.get(offsets.name)
         tensor = self.expected.quantities()[quantity]
         blocks = row_blocks(tensor.shape[axes.index(offsets.rows)], None if given is None else given.tolist())
         return Parts(axes, blocks, offsets.rows)

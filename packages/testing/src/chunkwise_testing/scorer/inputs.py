@@ -56,9 +56,14 @@ def _with_tokens(declaration: Declaration, cases: Sequence[Case], tokens: int) -
     rows = ragged_argument(declaration).rows
     unique: dict[tuple[tuple[str, int], ...], Case] = {}
     for case in cases:
-        changed = variant(case, f"{case.name}@{rows}{tokens}", sizes={rows: tokens})
+        alike = {axis: tokens for axis in _row_axes(declaration) if case.sizes[axis] == case.sizes[rows]}
+        changed = variant(case, f"{case.name}@{rows}{tokens}", sizes=alike)
         unique.setdefault(tuple(sorted(changed.sizes.items())), changed)
     return list(unique.values())
+
+
+def _row_axes(declaration: Declaration) -> list[str]:
+    return [offsets.rows for offsets in declaration.promises.offsets]
 
 
 def reduced(declaration: Declaration, case: Case, tokens: int, heads: int) -> Case:
@@ -76,15 +81,15 @@ def reduced(declaration: Declaration, case: Case, tokens: int, heads: int) -> Ca
     # The fewest heads are a multiple of `common`; as many multiples of the ratio as stay within `heads`.
     times = max(1, min(common, heads * common // min(counts.values(), default=common)))
     sizes = {axis: size // common * times for axis, size in counts.items()}
-    small = variant(case, sizes={**sizes, offsets.batch: 1, offsets.rows: min(tokens, case.sizes[offsets.rows])})
+    rows = {axis: min(tokens, case.sizes[axis]) for axis in _row_axes(declaration)}
+    small = variant(case, sizes={**sizes, offsets.batch: 1, **rows})
     name = "-".join(f"{axis}{size}" for axis, size in small.sizes.items())
-    return dataclasses.replace(small, name=name, offsets=None)
+    return dataclasses.replace(small, name=name, offsets=None, more_offsets={})
 
 
 def facts_of_case(op: Op[..., Any], case: Case, plan: Plan, device: DeviceFacts, mode: str) -> Facts:
     """The facts of a shape's call on a device; nothing of its size is allocated."""
-    rows = ragged_argument(op.declaration).rows
-    tiny = variant(case, sizes={rows: case.sizes[rows] if case.offsets is not None else 1})
+    tiny = variant(case, sizes={} if case.offsets is not None else dict.fromkeys(_row_axes(op.declaration), 1))
     call = sampling.draw(op, tiny, plan)
     needs = sampling.default_needs(call) if mode == BOTH else frozenset[str]()
     facts = routes.facts_of(call, needs)

@@ -50,10 +50,10 @@ class Cell:
         """
         promises = OPS[self.subject.op].declaration.promises
         turn = promises.cases.index(self.case) + DTYPE_PLANS.index(self.plan)
-        states = any(o.when for o in promises.outputs) and self.case.options.get("output_final_state")
-        losses = (None, ("o",), ("final_state",)) if states else (None,)
+        asked = [o.name for o in promises.outputs if o.when is None or self.case.options.get(o.when)]
+        losses = (None, *((name,) for name in asked)) if len(asked) > 1 else (None,)
         case = self.case
-        if states and turn % 2 and "state_v_first" not in case.options:
+        if set(asked) & set(promises.states) and turn % 2 and "state_v_first" not in case.options:
             case = variant(case, options={"state_v_first": True})
         return Sample(self.subject.op, case, self.plan, loss=losses[turn % len(losses)])
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from chunkwise.ops import OPS
 from chunkwise.protocol.cases import Case
+from chunkwise_testing import sampling
 from chunkwise_testing.oracle import Result
 from chunkwise_testing.routes import Pair, devices_of, facts_of, pairs_of
 from chunkwise_testing.sampling import Call, variant
 from chunkwise_testing.study import Sample, Study
 from chunkwise_testing.tolerance import Measure
+
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -101,16 +104,19 @@ class Suite:
     """Base of the suite's classes.
 
     A test takes ``every`` (every pair in every residual format), ``subject`` (in those of the op's first chunk size),
-    ``default`` (in the op's default format) or ``on_gpu`` (that, on a GPU alone).
+    ``default`` (in the op's default format) or ``on_gpu`` (that, on a GPU alone). A class's ``concerns``, or
+    :func:`concerning` on a test, says which ops it is about.
     """
 
     backend: ClassVar[str] = ""
     ops: ClassVar[tuple[str, ...] | None] = None
+    concerns: ClassVar[str] = "any op"
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise over subjects."""
+        concerns = getattr(metafunc.function, "concerns", "any op")
         for name in _FORMATS.keys() & set(metafunc.fixturenames):
-            subjects = self.subjects(_FORMATS[name])
+            subjects = [s for s in self.subjects(_FORMATS[name]) if _is(concerns, s.op)]
             if name == "on_gpu":
                 subjects = [s for s in subjects if s.device == "cuda"]
             metafunc.parametrize(name, [pytest.param(s, id=str(s), marks=mark_of(s.device)) for s in subjects])
@@ -118,7 +124,7 @@ class Suite:
     @classmethod
     def subjects(cls, formats: str = "all") -> list[Subject]:
         """What the class tests, over ``formats`` as :func:`subjects_of` has them."""
-        return subjects_of(cls.backend, cls.ops, formats)
+        return [s for s in subjects_of(cls.backend, cls.ops, formats) if _is(cls.concerns, s.op)]
 
     @classmethod
     def applies(cls) -> bool:
@@ -126,11 +132,48 @@ class Suite:
         return bool(cls.subjects())
 
 
+def concerning(what: str) -> Callable[[Test], Test]:
+    """Mark a test that concerns the ops with ``states``, ``gates``, ``promised bounds`` or ``sinks`` alone."""
+
+    def mark(test: Test) -> Test:
+        test.concerns = what  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+def _is(kind: str, op: str) -> bool:
+    declaration = OPS[op].declaration
+    kinds = {
+        "any op": True,
+        "states": bool(declaration.promises.states),
+        "gates": bool(sampling.gates_of(declaration)),
+        "promised bounds": any(c.lower_option is not None for c in declaration.promises.contracts),
+        "sinks": "sinks" in declaration.tensor_names,
+    }
+    return kinds[kind]
+
+
+def heads(few: int, many: int) -> dict[str, int]:
+    """Sizes of the head axes of any op: of those that count queries' and keys' heads, and of the more numerous."""
+    return {"H": few, "HV": many, "HK": few, "HQ": many}
+
+
+def widths(k: int, v: int) -> dict[str, int]:
+    """Sizes of the width axes of any op; one width for all is that of the keys."""
+    return {"K": k, "V": v, "D": k}
+
+
 def small_case(op: str, name: str, tokens: int = 70, **sizes: int) -> Case:
-    """A case of one row with states in and out, with unlike heads and K != V; gates as in the op's first case."""
+    """A case of one row with every output, states in too, with unlike heads and K != V; gates as in the first case.
+
+    Further row axes have lengths of their own (:func:`chunkwise_testing.sampling.all_sizes`).
+    """
     promises = OPS[op].declaration.promises
     tensors = OPS[op].declaration.tensor_names
     first = promises.cases[0]
+    further = {offsets.rows for offsets in promises.offsets[1:]}
+    first = dataclasses.replace(first, sizes={n: size for n, size in first.sizes.items() if n not in further})
     return variant(
         first,
         name,
@@ -163,17 +206,30 @@ def state_out(op: str) -> str:
 def row_axis(call: Call, name: str) -> int | None:
     """The position of the row axis of a tensor argument."""
     axes = [axis.name for axis in call.spec[name].axes]
-    rows = call.declaration.promises.offsets[0].rows
-    return axes.index(rows) if rows in axes else None
+    offsets = sampling.row_axis_of(call.declaration, axes)
+    return axes.index(offsets.rows) if offsets else None
 
 
 def rows_between(call: Call, tensors: Mapping[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
     """The tensors with only some of their rows; those without a row axis as they are."""
+    return cut_rows(call, tensors, lambda _: slice(start, end))
+
+
+def cut_rows(call: Call, tensors: Mapping[str, Tensor], rows: Callable[[str], slice | Tensor]) -> dict[str, Tensor]:
+    """The tensors with some of their rows: for each offsets argument, by name, a slice or an index of its rows."""
     cut = {}
     for name, tensor in tensors.items():
-        axis = row_axis(call, name)
-        cut[name] = tensor if axis is None else tensor.narrow(axis, start, end - start)
+        axes = [axis.name for axis in call.spec[name].axes]
+        offsets = sampling.row_axis_of(call.declaration, axes)
+        cut[name] = tensor
+        if offsets is not None:
+            cut[name] = tensor[(slice(None),) * axes.index(offsets.rows) + (rows(offsets.name),)]
     return cut
+
+
+def output_axes(call: Call, name: str) -> list[str]:
+    """The axes of an output."""
+    return next(o.axes_text.split() for o in call.declaration.promises.outputs if o.name == name)
 
 
 def assert_same_bits(a: Result, b: Result) -> None:

@@ -52,7 +52,7 @@ class Contracts(Suite):
         bad = [(name, math.nan) for name in floating] + [(name, 0.25) for name in gates_of(call.declaration)]
         for name, value in bad:
             changed = call.tensors[name].clone()
-            changed[-1, -1, -1] = value
+            changed[(-1,) * changed.dim()] = value
             with chunkwise.prefer(check_values=True), pytest.raises(ValueError, match=rf"{name}\[.* = {value:g}"):
                 default.run(call.replaced({name: changed}))
 
@@ -61,16 +61,13 @@ class Contracts(Suite):
         case = variant(small_case(default.op, "checked-padding", 40), offsets=(0, 10, 30))
         call = sampling.draw(OPS[default.op], case, device=default.torch_device)
         with chunkwise.prefer(check_values=True):
-            assert_finite(default.run(nan_padded(call, 30)))
+            assert_finite(default.run(nan_padded(call)))
 
 
 class Gates(Suite):
     """What a gate outside its contract may do, for the ops that have one."""
 
-    @classmethod
-    def subjects(cls, formats: str = "all") -> list[Subject]:
-        """The pairs of ops with gates."""
-        return [s for s in super().subjects(formats) if gates_of(OPS[s.op].declaration)]
+    concerns = "gates"
 
     def test_one_large_positive_gate(self, subject: Subject) -> None:
         """Outside the contract, so its chunk means nothing; but nothing crashes, and chunks before it are right."""
@@ -88,10 +85,7 @@ class Gates(Suite):
 class Promises(Suite):
     """Bounds that an option promises, for the ops that have such an option."""
 
-    @classmethod
-    def subjects(cls, formats: str = "all") -> list[Subject]:
-        """The pairs of ops with a promised bound."""
-        return [s for s in super().subjects(formats) if promised(s.op)]
+    concerns = "promised bounds"
 
     def test_a_promised_bound_is_checked(self, default: Subject) -> None:
         """A gate beyond the promise is named; one ulp beyond, where rounding may have put it, is not."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from chunkwise_testing import sampling
 from chunkwise_testing.oracle import same_bits
 from chunkwise_testing.sampling import Call, variant
 from chunkwise_testing.study import Sample
-from chunkwise_testing.suite.base import Subject, Suite, small_case, state_in
+from chunkwise_testing.suite.base import Subject, Suite, concerning, small_case, state_in
 
 
 def subsets(names: frozenset[str]) -> list[frozenset[str]]:
@@ -51,19 +53,22 @@ class Gradients(Suite):
             assert {n for n, leaf in leaves.items() if leaf.grad is not None} == needs
 
     def test_gradients_accumulate(self, subject: Subject) -> None:
-        """One input given twice (k as q) gets the sum; a retained graph gives the same gradient again."""
+        """One input given for two gets the sum; a retained graph gives the same gradient again."""
         case = small_case(subject.op, "accumulate")
         study = Sample(subject.op, case).study()
         call, gradients = study.on(subject.torch_device)
-        leaf = call.tensors["k"].clone().requires_grad_()
+        named = [n for n in call.declaration.promises.differentiable if n in call.tensors]
+        same = ((a, b) for a, b in combinations(named, 2) if call.spec[a].axes == call.spec[b].axes)
+        one, other = next(same)
+        leaf = call.tensors[other].clone().requires_grad_()
         with subject.pair.forced():
-            outputs = call.op(**{**call.tensors, "q": leaf, "k": leaf}, **call.options)
+            outputs = call.op(**{**call.tensors, one: leaf, other: leaf}, **call.options)
             roots, grads = list(outputs), list(gradients.values())
             first = torch.autograd.grad(roots, leaf, grads, retain_graph=True)[0]
             second = torch.autograd.grad(roots, leaf, grads)[0]
         assert subject.pair.atomic or same_bits(first, second)
-        both = subject.run(call.replaced({"q": call.tensors["k"]}), {"q", "k"}, gradients).gradients
-        assert torch.allclose(first, both["q"] + both["k"], rtol=1e-5, atol=1e-6)
+        both = subject.run(call.replaced({one: call.tensors[other]}), {one, other}, gradients).gradients
+        assert torch.allclose(first, both[one] + both[other], rtol=1e-5, atol=1e-6)
 
     def test_double_backward_raises(self, subject: Subject) -> None:
         """A second differentiation is an error, never silent zeros."""
@@ -88,6 +93,7 @@ class Gradients(Suite):
         with subject.pair.forced(), pytest.raises(errors.UnsupportedTransformError, match="vmap"):
             torch.vmap(function)(*stacked)
 
+    @concerning("states")
     def test_state_carried_across_steps(self, subject: Subject) -> None:
         """Truncated training: a detached state is a leaf of its own, and gets no gradient."""
         call: Call = sampling.draw(OPS[subject.op], small_case(subject.op, "detached"), device=subject.torch_device)

@@ -11,7 +11,7 @@ from chunkwise.ops import OPS
 from chunkwise_testing import graph, sampling
 from chunkwise_testing.oracle import evaluate, same_bits
 from chunkwise_testing.routes import BUILT_IN
-from chunkwise_testing.sampling import Call, ragged_argument, variant
+from chunkwise_testing.sampling import Call, variant
 from chunkwise_testing.suite.base import Subject, Suite, assert_same_bits, small_case, stateless
 
 LENGTHS = (128, 129, 64, 65, 17)
@@ -104,8 +104,7 @@ class Graphs(Suite):
     def test_offset_dtypes_in_a_graph(self, default: Subject) -> None:
         """int64 offsets compile as int32 ones do."""
         call = drawn(default, 40, (0, 10, 40))
-        name = ragged_argument(call.declaration).name
-        wide = call.replaced({name: call.tensors[name].long()})
+        wide = call.mapped(lambda _, t: t if t.is_floating_point() else t.long())
         needs, gradients = sampling.default_needs(call), dict(sampling.draw_gradients(call))
         with default.pair.forced():
             assert_same_bits(evaluate(call, needs, gradients), graph.Compiled(wide).run(wide, needs, gradients))
@@ -144,7 +143,9 @@ class CudaGraphs(Suite):
         call = drawn(on_gpu, 128, (0, 40, 100, 128))
         with on_gpu.pair.forced(), torch.no_grad():
             recorded, outputs = graph.captured(call)
-            call.tensors[ragged_argument(call.declaration).name].copy_(torch.tensor([0, 64, 65, 120]))
+            refilled = variant(small_case(on_gpu.op, "refilled", 128), offsets=(0, 64, 65, 120))
+            for name, offsets in sampling.offsets_of(call.declaration, refilled).items():
+                call.tensors[name].copy_(torch.tensor(offsets))
             recorded.replay()
             torch.cuda.synchronize()
             fresh = call.op(**call.tensors, **call.options)

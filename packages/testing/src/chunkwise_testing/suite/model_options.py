@@ -71,12 +71,12 @@ class ModelOptions(Suite):
         own, gradients = study.on(subject.torch_device)
         spec: Mapping[str, Any] = own.spec
         model = own.without("A_log", "dt_bias")
-        poisoned = nan_padded(model, 60).replaced({n: own.tensors[n] for n in own.tensors if n not in spec})
+        poisoned = nan_padded(model).replaced({n: own.tensors[n] for n in own.tensors if n not in spec})
         result = subject.run(poisoned, study.needs, gradients)
         assert_finite(result)
         study.check(result)
         rows = {n: g for n, g in result.gradients.items() if n in spec}
-        assert_zero_padding(model, type(result)(result.outputs, rows), 60)
+        assert_zero_padding(model, type(result)(result.outputs, rows))
 
     def test_normalisation_of_zero_rows(self, subject: Subject) -> None:
         """A key of zeros is normalised to zeros, with finite gradients."""

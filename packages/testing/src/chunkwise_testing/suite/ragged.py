@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from chunkwise.ops import OPS
 from chunkwise_testing import sampling
-from chunkwise_testing.oracle import Result, evaluate, same_bits
+from chunkwise_testing.oracle import Result, evaluate, padded_rows, same_bits
 from chunkwise_testing.sampling import PLANS, Call, ragged_argument, variant
 from chunkwise_testing.study import Sample, study_of
 from chunkwise_testing.suite.base import (
@@ -21,12 +22,15 @@ from chunkwise_testing.suite.base import (
     Suite,
     assert_finite,
     assert_same_bits,
+    cut_rows,
+    heads,
+    output_axes,
     row_axis,
-    rows_between,
     small_case,
     state_in,
     state_out,
     stateless,
+    widths,
 )
 
 OFFSETS = ((0, 0, 64), (0, 64, 64), (0, 0), (0, 1, 2, 3), (0, 63, 64, 65, 192), (0, 0, 0, 0), (0, 5, 5, 6, 70, 70))
@@ -35,47 +39,52 @@ LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 
 def one_by_one(call: Call) -> Callable[..., Any]:
     """A function like the op that runs each sequence of a ragged call alone, without offsets."""
-    offsets = ragged_argument(call.declaration)
-    name = state_in(call.declaration.name)
-    bounds = call.tensors[offsets.name].tolist()
+    names = [offsets.name for offsets in call.declaration.promises.offsets]
+    bounds = {name: list(pairwise(call.tensors[name].tolist())) for name in names}
+    states = set(call.declaration.promises.states)
 
     def function(**arguments: Any) -> tuple[Any, ...]:
-        tensors = {n: arguments.pop(n) for n in list(call.tensors)}
-        tensors.pop(offsets.name)
-        states = tensors.pop(name)
+        tensors = {n: arguments.pop(n) for n in call.tensors}
+        rest = {n: t for n, t in tensors.items() if n not in names}
         pieces = []
-        for n, (start, end) in enumerate(pairwise(bounds)):
-            pieces.append(call.op(**rows_between(call, tensors, start, end), **{name: states[n : n + 1]}, **arguments))
-        *outputs, finals = zip(*pieces, strict=True)
-        return (*(torch.cat(parts, 1) for parts in outputs), torch.cat(finals))
+        for n in range(len(bounds[names[0]])):
+            own = cut_rows(call, rest, lambda name, n=n: slice(*bounds[name][n]))  # type: ignore[misc]
+            pieces.append(call.op(**{m: t[n : n + 1] if m in states else t for m, t in own.items()}, **arguments))
+        outputs = zip(sampling.asked_outputs(call), zip(*pieces, strict=True), strict=True)
+        return tuple(torch.cat(parts, joined_axis(call, output.name)) for output, parts in outputs)
 
     return function
 
 
-def nan_padded(call: Call, live: int) -> Call:
-    """The call with NaN in every row from ``live`` on."""
+def joined_axis(call: Call, output: str) -> int:
+    """Where the parts of an output that sequences give are joined: at its rows, or at the sequences of a state."""
+    axes = output_axes(call, output)
+    offsets = sampling.row_axis_of(call.declaration, axes)
+    return axes.index(offsets.rows if offsets else ragged_argument(call.declaration).sequences)
 
-    def fill(name: str, tensor: Tensor) -> Tensor:
-        axis = row_axis(call, name)
-        if axis is None or not tensor.is_floating_point():
-            return tensor
-        tensor = tensor.clone()
-        tensor.narrow(axis, live, tensor.shape[axis] - live).fill_(float("nan"))
+
+def with_nan_padding(call: Call, name: str, tensor: Tensor) -> Tensor:
+    """An argument, or the gradient of an output, with NaN in rows of padding."""
+    axis, live, rows = padded_rows(call, name)
+    if live == rows:
         return tensor
+    tensor = tensor.clone()
+    tensor.narrow(axis, live, rows - live).fill_(float("nan"))
+    return tensor
 
-    return call.mapped(fill)
+
+def nan_padded(call: Call) -> Call:
+    """The call with NaN in every row of padding."""
+    return call.mapped(lambda name, t: with_nan_padding(call, name, t) if t.is_floating_point() else t)
 
 
-def assert_zero_padding(call: Call, result: Result, live: int) -> None:
-    """Fail unless outputs and gradients are zero in every row from ``live`` on."""
-    outputs = {o.name: o.axes_text.split() for o in call.declaration.promises.outputs}
-    rows = ragged_argument(call.declaration).rows
+def assert_zero_padding(call: Call, result: Result) -> None:
+    """Fail unless outputs and gradients are zero in every row of padding."""
+    outputs = [o.name for o in call.declaration.promises.outputs]
     for quantity, tensor in result.quantities().items():
-        name = quantity.removeprefix("d_")
-        axes = outputs.get(quantity) or [axis.name for axis in call.spec[name].axes]
-        if rows in axes:
-            axis = axes.index(rows)
-            tail = tensor.narrow(axis, live, tensor.shape[axis] - live)
+        axis, live, rows = padded_rows(call, quantity if quantity in outputs else quantity.removeprefix("d_"))
+        if live < rows:
+            tail = tensor.narrow(axis, live, rows - live)
             assert not bool(tail.any()), f"{quantity} is not zero in rows of padding"
 
 
@@ -90,7 +99,7 @@ class Ragged(Suite):
 
     def test_tail_of_a_long_sequence(self, subject: Subject) -> None:
         """T = 1000: a tail of 40 rows behind fifteen chunks, with a final state and its gradient."""
-        subject.check_sample(Sample(subject.op, small_case(subject.op, "long", 1000, K=16, V=24), "fp32"))
+        subject.check_sample(Sample(subject.op, small_case(subject.op, "long", 1000, **widths(16, 24)), "fp32"))
 
     @pytest.mark.parametrize("offsets", OFFSETS, ids=lambda o: "_".join(map(str, o)))
     @pytest.mark.parametrize("plan", ["bf16", "fp32"])
@@ -100,7 +109,8 @@ class Ragged(Suite):
         study = Sample(subject.op, case, plan).study()
         result = subject.run_study(study)
         study.check(result)
-        self._check_empty(subject, study.call, result, dict(study.gradients), offsets)
+        if study.call.declaration.promises.states:
+            self._check_empty(subject, study.call, result, dict(study.gradients), offsets)
 
     def _check_empty(
         self, subject: Subject, call: Call, result: Result, gradients: dict[str, Any], offsets: tuple[int, ...]
@@ -115,12 +125,13 @@ class Ragged(Suite):
 
     @pytest.mark.parametrize("offsets", [(0,), (0, 0), (0, 0, 0)], ids=["none", "one", "two"])
     def test_no_rows_without_states(self, subject: Subject, offsets: tuple[int, ...]) -> None:
-        """T = 0, no sequence at all or empty ones, no initial state: final states are zeros."""
+        """T = 0, no sequence at all or empty ones, no initial state: final states, if any, are zeros."""
         case = variant(small_case(subject.op, "no-rows", 0), offsets=offsets, present=())
         study = Sample(subject.op, case).study()
         result = subject.run_study(study)
         study.check(result)
-        assert result.outputs[state_out(subject.op)].shape[0] == len(offsets) - 1
+        states = set(study.call.declaration.promises.states) & result.outputs.keys()
+        assert all(result.outputs[name].shape[0] == len(offsets) - 1 for name in states)
 
     def test_dense_without_rows(self, subject: Subject) -> None:
         """T = 0 without offsets."""
@@ -140,22 +151,25 @@ class Ragged(Suite):
         """[B, T] and the same rows packed into [1, B * T] with offsets."""
         study = Sample(subject.op, small_case(subject.op, "packed", 45, B=3)).study()
         call, gradients = study.on(subject.torch_device)
-        offsets = ragged_argument(call.declaration)
+        sizes = sampling.call_sizes(call)
 
         def packed(name: str, tensor: Tensor) -> Tensor:
-            return tensor if row_axis(call, name) is None else tensor.flatten(0, 1).unsqueeze(0)
+            """Rows of the batch, one behind another: ``[3, ..., T, ...]`` to ``[1, ..., 3 T, ...]``."""
+            axis, _, rows = padded_rows(call, name)
+            return torch.cat(list(tensor.split(1)), axis) if rows else tensor
 
-        ragged = call.mapped(packed).replaced(
-            {offsets.name: torch.tensor([0, 45, 90, 135], device=subject.torch_device)}
-        )
-        out = state_out(subject.op)
-        flat = {n: g if g is None or n == out else g.flatten(0, 1).unsqueeze(0) for n, g in gradients.items()}
-        result = subject.run(ragged, study.needs, flat)
+        def unpacked(name: str, tensor: Tensor) -> Tensor:
+            axis, _, rows = padded_rows(call, name)
+            return torch.cat(tensor.split(rows, axis)) if rows else tensor
 
-        def unpacked(tensors: Any) -> dict[str, Tensor]:
-            return {n: t.view(3, 45, *t.shape[2:]) if t.shape[:2] == (1, 135) else t for n, t in tensors.items()}
-
-        study.check(Result(unpacked(result.outputs), unpacked(result.gradients)))
+        offsets = {
+            o.name: torch.arange(4, dtype=torch.int32, device=subject.torch_device) * sizes[o.rows]
+            for o in call.declaration.promises.offsets
+        }
+        flat = {n: None if g is None else packed(n, g) for n, g in gradients.items()}
+        result = subject.run(call.mapped(packed).replaced(offsets), study.needs, flat)
+        parts = ({n: unpacked(n, t) for n, t in part.items()} for part in (result.outputs, result.gradients))
+        study.check(Result(*parts))
 
     @pytest.mark.parametrize("plan", ["bf16", "fp32"])
     def test_padding_holds_nan(self, subject: Subject, plan: str) -> None:
@@ -163,45 +177,48 @@ class Ragged(Suite):
         case = variant(small_case(subject.op, "nan-padding", 192), offsets=(0, 100, 160))
         study = Sample(subject.op, case, plan).study()
         call, gradients = study.on(subject.torch_device)
-        poisoned = nan_padded(call, 160)
         for name, gradient in gradients.items():
-            if gradient is not None and name != state_out(subject.op):
-                gradients[name] = gradient.clone()
-                gradients[name][:, 160:] = float("nan")  # type: ignore[index]
-        result = subject.run(poisoned, study.needs, gradients)
+            gradients[name] = None if gradient is None else with_nan_padding(call, name, gradient)
+        result = subject.run(nan_padded(call), study.needs, gradients)
         study.check(result)
         assert_finite(result)
-        assert_zero_padding(call, result, 160)
+        assert_zero_padding(call, result)
 
     def test_all_rows_are_padding(self, subject: Subject) -> None:
         """Offsets that cover no row of many: NaN everywhere, zeros come out."""
         case = variant(small_case(subject.op, "all-padding", 66), offsets=(0, 0))
         study = Sample(subject.op, case).study()
         call, gradients = study.on(subject.torch_device)
-        result = subject.run(nan_padded(call, 0), study.needs, gradients)
+        result = subject.run(nan_padded(call), study.needs, gradients)
         study.check(result)
-        assert_zero_padding(call, result, 0)
+        assert_zero_padding(call, result)
 
     def test_many_sequences(self, default: Subject) -> None:
         """100,000 sequences of no, one or two tokens: no launch grid ends before them."""
         sequences = 100_000
         lengths = torch.arange(sequences) % 3
         offsets = (0, *lengths.cumsum(0).tolist())
-        case = stateless(small_case(default.op, "many", offsets[-1], H=1, HV=1, K=16, V=16))
-        call = sampling.draw(OPS[default.op], variant(case, offsets=offsets), device=default.torch_device)
+        case = stateless(small_case(default.op, "many", offsets[-1], **heads(1, 1), **widths(16, 16)))
+        case = variant(case, offsets=offsets)
+        call = sampling.draw(OPS[default.op], case, device=default.torch_device)
         gradients: dict[str, Tensor | None] = dict(sampling.draw_gradients(call))
         needs = sampling.default_needs(call)
         result = default.run(call, needs, gradients)
         chosen = torch.tensor([1, 2, 3, 4999, 5000, 65_534, 65_535, 65_536, 65_537, sequences - 2, sequences - 1])
-        rows = torch.cat([torch.arange(offsets[n], offsets[n + 1]) for n in chosen.tolist()]).to(default.torch_device)
-        few = call.mapped(lambda n, t: t if row_axis(call, n) is None else t.index_select(1, rows))
-        counts = torch.cat([torch.zeros(1, dtype=torch.long), lengths[chosen].cumsum(0)])
-        few = few.replaced({ragged_argument(call.declaration).name: counts}).mapped(lambda _, t: t.cpu())
-        few_gradients = {n: None if g is None else g.index_select(1, rows).cpu() for n, g in gradients.items()}
-        study_of(few, few_gradients).check(
+        rows, counts = {}, {}
+        for name, bounds in sampling.offsets_of(call.declaration, case).items():
+            rows[name] = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in chosen.tolist()])
+            kept = torch.tensor(bounds).diff()[chosen]
+            counts[name] = torch.cat([torch.zeros(1, dtype=torch.long), kept.cumsum(0)])
+        few = Call(call.op, cut_rows(call, call.tensors, rows.__getitem__), call.options)
+        few = few.replaced(counts).mapped(lambda _, t: t.cpu())
+        queries = rows[ragged_argument(call.declaration).name]
+        study = study_of(few, {n: None if g is None else g[:, queries].cpu() for n, g in gradients.items()})
+        by_row = {n for n in needs if row_axis(call, n) is not None}
+        study.restricted(by_row).check(
             Result(
-                {n: t.index_select(1, rows) for n, t in result.outputs.items()},
-                {n: t.index_select(1, rows) for n, t in result.gradients.items()},
+                {n: t[:, queries] for n, t in result.outputs.items()},
+                cut_rows(call, {n: t for n, t in result.gradients.items() if n in by_row}, rows.__getitem__),
             )
         )
 
@@ -214,20 +231,21 @@ class Ragged(Suite):
         """ValueError that names the entry: by the host copy, and by the values check."""
         case = variant(small_case(subject.op, "bad-offsets", 70), present=())
         good = sampling.draw(OPS[subject.op], variant(case, offsets=(0,) * len(offsets)), device=subject.torch_device)
-        argument = ragged_argument(good.declaration)
-        bad = torch.tensor(offsets, dtype=torch.int32)
-        with pytest.raises(ValueError, match=f"{argument.name}.*{named}".replace("[", r"\[").replace("]", r"\]")):
-            subject.run(good.replaced({argument.name: bad.to(subject.torch_device), argument.host: bad}))
         import chunkwise
 
-        with chunkwise.prefer(check_values=True), pytest.raises(ValueError, match=argument.name):
-            subject.run(good.replaced({argument.name: bad.to(subject.torch_device)}))
+        bad = torch.tensor(offsets, dtype=torch.int32)
+        for argument in good.declaration.promises.offsets:
+            message = f"{argument.name}.*{re.escape(named)}"
+            with pytest.raises(ValueError, match=message):
+                subject.run(good.replaced({argument.name: bad.to(subject.torch_device), argument.host: bad}))
+            with chunkwise.prefer(check_values=True), pytest.raises(ValueError, match=message):
+                subject.run(good.replaced({argument.name: bad.to(subject.torch_device)}))
 
     def test_offsets_need_one_row(self, subject: Subject) -> None:
         """B = 2 with offsets is refused."""
         call = sampling.draw(OPS[subject.op], stateless(small_case(subject.op, "two-rows", 20, B=2)))
         offsets = torch.tensor([0, 20, 40], dtype=torch.int32)
-        ragged = call.replaced({ragged_argument(call.declaration).name: offsets})
+        ragged = call.replaced({argument.name: offsets for argument in call.declaration.promises.offsets})
         on_device = ragged.mapped(lambda _, t: t.to(subject.torch_device))
         with pytest.raises(ValueError, match="B = 2"):
             subject.run(on_device)
@@ -237,23 +255,25 @@ class Ragged(Suite):
         case = variant(small_case(subject.op, "offset-kinds", 70), offsets=(0, 3, 3, 70))
         study = Sample(subject.op, case).study()
         call, gradients = study.on(subject.torch_device)
-        argument = ragged_argument(call.declaration)
-        given = call.tensors[argument.name]
-        spread = torch.stack([given, given * 0 - 7], 1)[:, 0]
         first = subject.run(call, study.needs, gradients)
-        for offsets, host in (
-            (given.long(), None),
-            (given, given.cpu()),
-            (given.long(), given.cpu().long()),
-            (given.long(), given.cpu()),
-            (spread, None),
-        ):
-            other = call.replaced({argument.name: offsets, **({} if host is None else {argument.host: host})})
+        kinds: tuple[tuple[Any, Any], ...] = (
+            (Tensor.long, None),
+            (Tensor.int, Tensor.cpu),
+            (Tensor.long, lambda t: t.cpu().long()),
+            (Tensor.long, Tensor.cpu),
+            (lambda t: torch.stack([t, t * 0 - 7], 1)[:, 0], None),
+        )
+        for offsets, host in kinds:
+            other = call
+            for argument in call.declaration.promises.offsets:
+                given = call.tensors[argument.name]
+                other = other.replaced({argument.name: offsets(given)})
+                other = other if host is None else other.replaced({argument.host: host(given)})
             assert_same_bits(first, subject.run(other, study.needs, gradients))
 
     def test_grid_axes_beyond_65535(self, on_gpu: Subject) -> None:
         """2,050 sequences of 16 tokens with 32 value heads."""
         offsets = tuple(range(0, 2050 * 16 + 1, 16))
-        case = stateless(small_case(on_gpu.op, "grid", offsets[-1], H=32, HV=32, K=32, V=32))
+        case = stateless(small_case(on_gpu.op, "grid", offsets[-1], **heads(32, 32), **widths(32, 32)))
         call = sampling.draw(OPS[on_gpu.op], variant(case, offsets=offsets), PLANS["bf16"], device="cuda")
         assert_finite(on_gpu.run(call, sampling.default_needs(call), dict(sampling.draw_gradients(call))))

@@ -12,7 +12,17 @@ from chunkwise.ops import OPS
 from chunkwise_testing import sampling
 from chunkwise_testing.sampling import PLANS, variant
 from chunkwise_testing.study import Sample, study_of
-from chunkwise_testing.suite.base import Subject, Suite, assert_finite, small_case, stateless
+from chunkwise_testing.suite.base import (
+    Subject,
+    Suite,
+    assert_finite,
+    concerning,
+    heads,
+    output_axes,
+    small_case,
+    stateless,
+    widths,
+)
 
 HEADS = ((1, 1), (1, 5), (3, 3), (3, 6), (2, 8))
 WIDTHS = (
@@ -34,17 +44,17 @@ GATES = ("gate", "strong", "mixed", "zero")
 class Shapes(Suite):
     """Every size and value that an op allows runs right, or is refused with a reason."""
 
-    @pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"h{h[0]}-hv{h[1]}")
-    def test_unlike_heads(self, subject: Subject, heads: tuple[int, int]) -> None:
+    @pytest.mark.parametrize("counts", HEADS, ids=lambda h: f"h{h[0]}-hv{h[1]}")
+    def test_unlike_heads(self, subject: Subject, counts: tuple[int, int]) -> None:
         """One head, groups of several, as many of one as of the other."""
-        case = small_case(subject.op, "heads", 67, H=heads[0], HV=heads[1])
+        case = small_case(subject.op, "heads", 67, **heads(*counts))
         subject.check_sample(Sample(subject.op, case))
 
-    @pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: f"k{w[0]}-v{w[1]}")
+    @pytest.mark.parametrize("kv", WIDTHS, ids=lambda w: f"k{w[0]}-v{w[1]}")
     @pytest.mark.parametrize("plan", ["bf16", "fp32"])
-    def test_widths(self, subject: Subject, widths: tuple[int, int], plan: str) -> None:
+    def test_widths(self, subject: Subject, kv: tuple[int, int], plan: str) -> None:
         """Supported and right, or refused; never run and wrong."""
-        case = small_case(subject.op, "widths", 67, H=1, HV=2, K=widths[0], V=widths[1])
+        case = small_case(subject.op, "widths", 67, **heads(1, 2), **widths(*kv))
         study = Sample(subject.op, case, plan).study()
         call, _ = study.on(subject.torch_device)
         if refusals := subject.refusals(call, study.needs):
@@ -52,6 +62,7 @@ class Shapes(Suite):
             return
         subject.check(study)
 
+    @concerning("gates")
     @pytest.mark.parametrize("gates", GATES)
     @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "fp32"])
     def test_gates(self, every: Subject, gates: str, plan: str) -> None:
@@ -63,6 +74,7 @@ class Shapes(Suite):
         assert_finite(result)
         study.check(result)
 
+    @concerning("gates")
     @pytest.mark.parametrize("gates", ["strong", "zero"])
     def test_first_gate_without_state(self, subject: Subject, gates: str) -> None:
         """Without an initial state the first token's gate decays nothing: its gradient is like zero."""
@@ -82,7 +94,7 @@ class Shapes(Suite):
         erased = {"a": "erase-parallel", "b": "write-parallel"} if keys == "parallel" else {}
         wanted = {"k": keys, "beta": "near-one", **erased}
         draw = {n: strategy for n, strategy in wanted.items() if n in OPS[subject.op].declaration.tensor_names}
-        case = variant(small_case(subject.op, f"keys-{keys}", 128, H=5, HV=5), draw=draw)
+        case = variant(small_case(subject.op, f"keys-{keys}", 128, **heads(5, 5)), draw=draw)
         subject.check_sample(Sample(subject.op, case, plan))
 
     def test_fp16_near_its_largest_value(self, subject: Subject) -> None:
@@ -115,7 +127,7 @@ class Shapes(Suite):
             dtype = call.tensors[output.dtype].dtype if output.dtype in call.tensors else None
             assert dtype is None or result.outputs[output.name].dtype == dtype
 
-    @pytest.mark.parametrize("narrow", ["q", "k", "v", "a", "b", "g", "gk", "beta"])
+    @pytest.mark.parametrize("narrow", ["q", "k", "v", "a", "b", "g", "gk", "beta", "sinks"])
     def test_one_argument_of_another_dtype(self, subject: Subject, narrow: str) -> None:
         """One fp32 argument among bf16 ones: right, or refused."""
         if narrow not in OPS[subject.op].declaration.tensor_names:
@@ -135,7 +147,7 @@ class Shapes(Suite):
         call, gradients = study.on(subject.torch_device)
         for name, gradient in gradients.items():
             if gradient is not None:
-                axes = next(o.axes_text.split() for o in call.declaration.promises.outputs if o.name == name)
+                axes = output_axes(call, name)
                 head = next(i for i, axis in enumerate(axes) if axis in sampling.HEAD_AXES)
                 gradients[name] = gradient.clone()
                 gradients[name].narrow(head, 1, gradient.shape[head] - 1).zero_()  # type: ignore[union-attr]

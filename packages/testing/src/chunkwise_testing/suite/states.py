@@ -57,6 +57,8 @@ def check_pieces(subject: Subject, study: Study, cuts: Sequence[int], rows: int)
 class States(Suite):
     """Splitting, absent states, absent gradients, state layouts and dtypes."""
 
+    concerns = "states"
+
     @pytest.mark.parametrize("cut", CUTS)
     @pytest.mark.parametrize("plan", ["bf16", "fp32"])
     def test_split_equals_one_run(self, subject: Subject, cut: int, plan: str) -> None:

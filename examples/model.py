@@ -1,4 +1,4 @@
-"""A byte-level language model of gated-delta-net layers: plain PyTorch around one op of chunkwise."""
+"""A byte-level language model of layers around one op of chunkwise, gated-delta-net by default; plain PyTorch."""
 
 import math
 from collections.abc import Mapping
@@ -30,6 +30,7 @@ class ModelConfig:
     value_heads: int = 2
     key_width: int = 64
     value_width: int = 64
+    window: int = 128  # of attention: positions that one sees, its own included
     hidden: int = 512  # of the feed-forward layer
     kernel: int = 4  # of the short convolution: a position sees itself and the three before it
     ngrams: tuple[int, ...] = (2, 3, 4)  # hashed n-grams of the latest bytes that are embedded too
@@ -68,11 +69,36 @@ class Ragged:
         return padded.index_select(0, self._latest_rows).unflatten(0, (self.count, self.reach))
 
 
+class Past(NamedTuple):
+    """Keys and values that later positions may still see, those of all documents one behind another."""
+
+    k: Tensor  # [1, S, HK, D]
+    v: Tensor  # [1, S, HK, D]
+    cu_seqlens: Tensor  # [N + 1] int32 on the CPU
+
+    def followed_by(self, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> "Past":
+        """Each document's rows, then its rows of `k` and `v`."""
+        counts = self.cu_seqlens.diff(), cu_seqlens.diff()
+        documents = torch.cat([torch.repeat_interleave(torch.arange(len(n)), n) for n in counts])
+        rows = documents.argsort(stable=True).to(k.device)
+        joined = (torch.cat(parts, 1).index_select(1, rows) for parts in ((self.k, k), (self.v, v)))
+        return Past(*joined, self.cu_seqlens + cu_seqlens)
+
+    def latest(self, count: int) -> "Past":
+        """At most the last `count` rows of each document."""
+        lengths = self.cu_seqlens.diff()
+        left = torch.repeat_interleave(self.cu_seqlens[1:], lengths) - torch.arange(int(self.cu_seqlens[-1]))
+        rows = (left <= count).nonzero().squeeze(1).to(self.k.device)
+        kept = lengths.clamp(max=count).cumsum(0, dtype=torch.int32)
+        offsets = torch.cat([kept.new_zeros(1), kept])
+        return Past(self.k.index_select(1, rows), self.v.index_select(1, rows), offsets)
+
+
 class MixerState(NamedTuple):
     """What a mixer carries over a cut in a document."""
 
     convolution: Tensor  # [N, kernel - 1, channels], activations' dtype
-    recurrent: Tensor  # [N, HV, K, V] fp32
+    carried: Tensor | Past  # of a recurrence [N, HV, K, V] fp32
 
 
 class ModelState(NamedTuple):
@@ -99,23 +125,63 @@ class ShortConvolution(nn.Module):
         return silu(mixed.index_select(0, ragged.rows - ragged.reach)), ragged.latest(padded)
 
 
-class RecurrentMixer(nn.Module):
-    """Short convolution, a recurrence, gated normalisation; which recurrence is its subclasses' matter."""
+class Mixer(nn.Module):
+    """Short convolution, an op that mixes positions, gated normalisation; which op is its subclasses' matter."""
 
     op: Any  # the op of this library that runs it
     op_options: Mapping[str, Any] = {}
 
-    def __init__(self, config: ModelConfig, key_heads: int) -> None:
+    def __init__(self, config: ModelConfig, counts: tuple[int, int, int], widths: tuple[int, int, int]) -> None:
+        """`counts` and `widths` of the heads of q, k and v; there are as many outputs as most of them."""
         super().__init__()
-        self.counts = (key_heads, key_heads, config.value_heads)
-        keys, values = key_heads * config.key_width, config.value_heads * config.value_width
-        self.split = (keys, keys, values)
+        self.counts = counts
+        self.split = tuple(count * width for count, width in zip(counts, widths, strict=True))
         self.qkv = nn.Linear(config.width, sum(self.split), bias=False)
         self.convolution = ShortConvolution(sum(self.split), config.kernel)
-        self.output_gate = nn.Linear(config.width, values, bias=False)
-        self.norm = nn.RMSNorm(config.value_width, eps=1e-6)
-        self.output = nn.Linear(values, config.width, bias=False)
+        self.heads = max(counts)
+        self.output_gate = nn.Linear(config.width, self.heads * widths[2], bias=False)
+        self.norm = nn.RMSNorm(widths[2], eps=1e-6)
+        self.output = nn.Linear(self.heads * widths[2], config.width, bias=False)
         nn.init.zeros_(self.output.weight)  # at first the layer adds nothing
+
+    def convolved(self, x: Tensor, ragged: Ragged, state: MixerState | None) -> tuple[list[Tensor], Tensor]:
+        """q, k and v `[1, T, heads, width]` for `x` [T, width], and the convolution's new history."""
+        mixed, history = self.convolution(self.qkv(x), ragged, state.convolution if state else None)
+        parts = zip(mixed.split(self.split, dim=-1), self.counts, strict=True)
+        return [part.unflatten(-1, (heads, -1))[None] for part, heads in parts], history
+
+    def op_arguments(
+        self, x: Tensor, ragged: Ragged, state: MixerState | None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
+        """Tensors and options of the op for `x` [T, width], and the convolution's new history."""
+        raise NotImplementedError
+
+    def run_op(self, tensors: tuple[Tensor, ...], options: dict[str, Any], keep_state: bool) -> tuple[Tensor, Any]:
+        """The op's output, and what is carried on if `keep_state`."""
+        raise NotImplementedError
+
+    def forward(
+        self, x: Tensor, ragged: Ragged, state: MixerState | None, keep_state: bool
+    ) -> tuple[Tensor, MixerState | None]:
+        """Mixes `x` [T, width] along each document; the new state only if `keep_state`."""
+        tensors, options, history = self.op_arguments(x, ragged, state)
+        o, carried = self.run_op(tensors, options, keep_state)
+        gate = silu(self.output_gate(x)).unflatten(-1, (self.heads, -1))
+        y = self.output((self.norm(o[0].float()) * gate).flatten(-2))
+        return y, None if carried is None else MixerState(history, carried)
+
+    def explain(self, x: Tensor, ragged: Ragged) -> Any:
+        """What `chunkwise.explain` says of this layer's call."""
+        tensors, options, _ = self.op_arguments(x, ragged, None)
+        return chunkwise.explain(self.op, *tensors, **options)
+
+
+class RecurrentMixer(Mixer):
+    """A recurrence along each document; which one is its subclasses' matter."""
+
+    def __init__(self, config: ModelConfig, key_heads: int) -> None:
+        widths = (config.key_width, config.key_width, config.value_width)
+        super().__init__(config, (key_heads, key_heads, config.value_heads), widths)
 
     def steps(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the op takes behind q, k and v, from `x` [T, width]: `[1, T, HV]` each, fp32, where it says no other."""
@@ -124,33 +190,20 @@ class RecurrentMixer(nn.Module):
     def op_arguments(
         self, x: Tensor, ragged: Ragged, state: MixerState | None
     ) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
-        """Tensors and options of the op for `x` [T, width], and the convolution's new history."""
-        mixed, history = self.convolution(self.qkv(x), ragged, state.convolution if state else None)
-        parts = zip(mixed.split(self.split, dim=-1), self.counts, strict=True)
-        qkv = (part.unflatten(-1, (heads, -1))[None] for part, heads in parts)
+        """The recurrence begins where the state left it."""
+        qkv, history = self.convolved(x, ragged, state)
         options = {
-            "initial_state": state.recurrent if state else None,
+            "initial_state": state.carried if state else None,
             "cu_seqlens": ragged.cu_seqlens,
             "cu_seqlens_cpu": ragged.cu_seqlens_cpu,
             **self.op_options,
         }
         return (*qkv, *self.steps(x)), options, history
 
-    def forward(
-        self, x: Tensor, ragged: Ragged, state: MixerState | None, keep_state: bool
-    ) -> tuple[Tensor, MixerState | None]:
-        """Mixes `x` [T, width] along each document; the new state only if `keep_state`."""
-        tensors, options, history = self.op_arguments(x, ragged, state)
-        options["output_final_state"] = keep_state
-        o, recurrent = self.op(*tensors, **options)
-        gate = silu(self.output_gate(x)).unflatten(-1, (self.counts[2], -1))
-        y = self.output((self.norm(o[0].float()) * gate).flatten(-2))
-        return y, None if recurrent is None else MixerState(history, recurrent)
-
-    def explain(self, x: Tensor, ragged: Ragged) -> Any:
-        """What `chunkwise.explain` says of this layer's call."""
-        tensors, options, _ = self.op_arguments(x, ragged, None)
-        return chunkwise.explain(self.op, *tensors, **options)
+    def run_op(self, tensors: tuple[Tensor, ...], options: dict[str, Any], keep_state: bool) -> tuple[Tensor, Any]:
+        """The final state is carried on."""
+        o, state = self.op(*tensors, **options, output_final_state=keep_state)
+        return o, state
 
 
 class Decay(nn.Module):
@@ -283,6 +336,40 @@ class DeltaNet(RecurrentMixer):
         return (self.beta(x).float()[None].sigmoid(),)
 
 
+class SinkAttention(Mixer):
+    """Attention over a sliding window, with a learned sink a head; several queries' heads share one of the keys."""
+
+    op = chunkwise.sink_attention
+
+    def __init__(self, config: ModelConfig) -> None:
+        width = config.value_width
+        super().__init__(config, (config.value_heads, config.heads, config.heads), (width, width, width))
+        self.window = config.window
+        self.sinks = nn.Parameter(torch.zeros(config.value_heads))
+
+    def op_arguments(
+        self, x: Tensor, ragged: Ragged, state: MixerState | None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
+        """Keys and values begin with those that the state holds."""
+        (q, k, v), history = self.convolved(x, ragged, state)
+        past = Past(k, v, ragged.cu_seqlens_cpu)
+        if state is not None and isinstance(state.carried, Past):
+            past = state.carried.followed_by(*past)
+        options = {
+            "window_size": self.window,
+            "cu_seqlens_q": ragged.cu_seqlens,
+            "cu_seqlens_q_cpu": ragged.cu_seqlens_cpu,
+            "cu_seqlens_k": past.cu_seqlens.to(x.device),
+            "cu_seqlens_k_cpu": past.cu_seqlens,
+        }
+        return (q, past.k, past.v, self.sinks), options, history
+
+    def run_op(self, tensors: tuple[Tensor, ...], options: dict[str, Any], keep_state: bool) -> tuple[Tensor, Any]:
+        """What a window reaches back to is carried on."""
+        past = Past(tensors[1], tensors[2], options["cu_seqlens_k_cpu"])
+        return self.op(*tensors, **options), past.latest(self.window - 1) if keep_state else None
+
+
 MIXERS: dict[str, type[nn.Module]] = {
     "gated_delta_rule": GatedDeltaNet,
     "delta_rule": DeltaNet,
@@ -290,6 +377,7 @@ MIXERS: dict[str, type[nn.Module]] = {
     "gla": GatedLinearAttention,
     "dplr_delta_rule": DPLR,
     "rwkv7": RWKV7,
+    "sink_attention": SinkAttention,
 }
 
 

@@ -1,4 +1,4 @@
-"""Trains a small byte-level language model of gated-delta-net layers on text that ships with Python.
+"""Trains a small byte-level language model, of gated-delta-net layers by default, on text that ships with Python.
 
     python examples/train_bytes.py            # two to three minutes on two CPU cores; takes a GPU if there is one
     python examples/train_bytes.py --resume   # goes on from runs/demo/checkpoint.pt

@@ -22,8 +22,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 VARIABLE = "chunkwise_backend"
 CELL_PROPERTY = "chunkwise_cell"
-SUBJECTS = ("every", "subject", "default")
-"""The parameters that hold what is tested; see ``chunkwise_testing.suite.base.Suite``."""
 NEEDS = {
     "gpu": "needs a GPU",
     "interpreter": "needs TRITON_INTERPRET=1",
@@ -116,9 +114,8 @@ def _cell_of(item: pytest.Item) -> Any:
 
 def _device_of(item: pytest.Item) -> str | None:
     cell = _cell_of(item)
-    given = _parameters(item)
-    subject = cell.subject if cell is not None else next((given[name] for name in SUBJECTS if name in given), None)
-    return getattr(subject, "device", None)
+    subjects = [given for given in _parameters(item).values() if hasattr(given, "pair")]
+    return getattr(cell.subject if cell is not None else next(iter(subjects), None), "device", None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

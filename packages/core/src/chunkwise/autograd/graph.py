@@ -36,6 +36,7 @@ _Fixed = tuple[str, "int | None", "tuple[torch.dtype | None, ...]", tuple[int, .
 
 def call(declaration: Declaration, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """Call the op's forward node. Traced by torch.compile, so it holds nothing but plain control flow."""
+    options = tuple([_constant(option) for option in options])
     named = options[-1] if options[-1] is not None else policy.ACTIVE.backend
     residuals = policy.ACTIVE.residuals
     needs = []
@@ -50,6 +51,12 @@ def call(declaration: Declaration, tensors: tuple[Any, ...], options: tuple[Any,
     node = _NODES[declaration.name, name]
     results = node(*tensors, *options[:-1], needs, named or "", residuals or "")
     return _asked_for(declaration, results, options)
+
+
+def _constant(option: Any) -> Any:
+    """An option as a constant of the trace, where an int became a symbol; see :func:`_fixed`."""
+    counts = isinstance(option, int) and not isinstance(option, bool) and option > 0
+    return len(range(option)) if counts else option
 
 
 def _asked_for(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chunkwise.ops import OPS
 from chunkwise.protocol.cases import Case
-from chunkwise_testing import sampling
+from chunkwise_testing import graph, sampling
 from chunkwise_testing.oracle import Result, evaluate, same_bits
 from chunkwise_testing.sampling import Call, variant
 from chunkwise_testing.study import Sample, study_of
@@ -176,6 +176,23 @@ class Attention(Suite):
         wide = call.replaced(options={"window_size": 90})
         study.check(subject.run(wide, study.needs, gradients))
         study.check(subject.run(call, study.needs, gradients))
+
+    def test_windows_in_a_graph(self, default: Subject) -> None:
+        """A window that is an argument of a compiled function, static at first and varied then: bits as in eager."""
+        call = sampling.draw(OPS[default.op], small_case(default.op, "windows"), device=default.torch_device)
+        needs, gradients = sampling.default_needs(call), dict(sampling.draw_gradients(call))
+
+        def function(window_size: int | None, tensors: dict[str, Tensor]) -> Any:
+            return call.op(**tensors, window_size=window_size, return_lse=True)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend=graph.BACKEND)
+        with default.pair.forced():
+            for window in (9, 10, 33, None):
+                own = call.replaced(options={"window_size": window})
+                eager = evaluate(own, needs, gradients)
+                traced = evaluate(own, needs, gradients, lambda window_size, return_lse, **t: compiled(window_size, t))
+                assert_same_bits(eager, traced)
 
     def test_lse_only_where_asked_for(self, subject: Subject) -> None:
         """``o`` alone is no tuple, and has the same bits; its gradients too."""

@@ -209,7 +209,8 @@ class _Recorded(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs, residuals = run_forward(route, tensors)
         ctx.route = route
-        ctx.save_for_backward(*tensors, *residuals, *(outputs[i] for i in route.kept_outputs))
+        kept = [outputs[i] for i in route.kept_outputs] if route.kept_outputs else ()
+        ctx.save_for_backward(*tensors, *residuals, *kept)
         return outputs
 
     @staticmethod

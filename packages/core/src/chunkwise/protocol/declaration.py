@@ -127,13 +127,6 @@ class Declaration:
         names = [output.name for output in self.promises.outputs]
         return tuple(names.index(name) for name in residual_format.outputs)
 
-    def returned(self, outputs: Sequence[Any]) -> Any:
-        """What a call returns of its outputs, None where one was not asked for."""
-        if not self.promises.bare:
-            return outputs
-        asked = tuple([output for output in outputs if output is not None])
-        return asked[0] if len(asked) == 1 else asked
-
 
 CORE_OPTIONS = ("state_v_first", "backend")
 """Options that core settles: a backend sees K-first fp32 states, and was chosen already."""

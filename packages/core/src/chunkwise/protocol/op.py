@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
@@ -30,6 +30,7 @@ class Op(Generic[P, R]):
         self.reference = reference
         self._bind = declaration.bind
         self._prologue = declaration.promises.prologue
+        self._bare = declaration.promises.bare
         self.__signature__ = declaration.signature
         # Computed now: torch.compile cannot trace the lock that Python 3.11 takes when they are first asked for.
         _ = declaration.tensor_names, declaration.option_names
@@ -40,13 +41,20 @@ class Op(Generic[P, R]):
         if extras is not None:
             tensors = apply_prologue(self.declaration, tensors, extras)
         call = graph.call if _compiling() else bridge.call
-        return cast("R", self.declaration.returned(call(self.declaration, tensors, options)))
+        outputs = call(self.declaration, tensors, options)
+        return cast("R", bared(outputs) if self._bare else outputs)
 
     def __repr__(self) -> str:
         return f"<chunkwise op {self.declaration.name}{self.declaration.signature}>"
 
     def __reduce__(self) -> str:
         return self.declaration.name
+
+
+def bared(outputs: Sequence[Any]) -> Any:
+    """The outputs that were asked for, without a tuple where that is one."""
+    asked = tuple([output for output in outputs if output is not None])
+    return asked[0] if len(asked) == 1 else asked
 
 
 def apply_prologue(declaration: Declaration, tensors: tuple[Any, ...], extras: tuple[Any, ...]) -> tuple[Any, ...]:

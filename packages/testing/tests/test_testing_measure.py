@@ -204,11 +204,12 @@ def test_oracle_runs_each_sequence_as_if_alone():
     assert all(torch.allclose(alone[n], x, rtol=1e-11, atol=1e-13) for n, x in together.items())
 
 
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("offsets", [None, (0, 0, 12, 30)], ids=["dense", "padded"])
-def test_side_by_side_equals_one_by_one(offsets):
-    case = small_case(OP, "many", 33, B=2)
+def test_side_by_side_equals_one_by_one(op, offsets):
+    case = small_case(op, "many", 33, B=2)
     case = variant(case, offsets=offsets) if offsets else case
-    calls = [sampling.draw(OPS[OP], case, seed=seed) for seed in range(3)]
+    calls = [sampling.draw(OPS[op], case, seed=seed) for seed in range(3)]
     needs, gradients = sampling.default_needs(calls[0]), sampling.draw_gradients(calls[0])
     together = oracle_of_many(calls, needs, [gradients] * 3)
     for call, found in zip(calls, together, strict=True):

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkwise_testing.sampling import Call, asked_outputs, call_sizes, output_spec, ragged_argument, row_axis_of
+from chunkwise_testing.sampling import (
+    HEAD_AXES,
+    Call,
+    asked_outputs,
+    call_sizes,
+    output_spec,
+    ragged_argument,
+    row_axis_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +97,7 @@ def oracle_of_many(
         {n: _rows(calls[0], n, g.cpu().double()) for n, g in given.items() if g is not None} for given in gradients
     ]
     together = max(1, _ELEMENTS_AT_ONCE // max(1, _graph_elements(live[0])))
-    if any(_stacking_axis(live[0], name) is None for name in live[0].tensors):
+    if any(t.is_floating_point() and _head_axis(live[0], name) is None for name, t in live[0].tensors.items()):
         together = 1
     results = []
     for start in range(0, len(live), together):
@@ -102,14 +110,20 @@ def oracle_of_many(
 
 _ELEMENTS_AT_ONCE = 40_000_000
 """Bounds the memory of calls that are computed side by side: autograd keeps a state for every token."""
+_SCORES = 8
+"""How many times autograd keeps what attention computes for each pair of a query and a key."""
 
 
 def _graph_elements(call: Call) -> int:
-    sizes = call_sizes(call)
-    specs = (*call.declaration.tensors, *map(output_spec, call.declaration.promises.outputs))
-    state = next((s for s in specs if s.name in call.declaration.promises.states), None)
-    rows = sizes[ragged_argument(call.declaration).rows]
-    return rows * math.prod(sizes[a.name] for a in state.axes if a.name != "N") if state else rows
+    sizes, promises = call_sizes(call), call.declaration.promises
+    specs = (*call.declaration.tensors, *map(output_spec, promises.outputs))
+    state = next((s for s in specs if s.name in promises.states), None)
+    if state is not None:
+        rows = sizes[ragged_argument(call.declaration).rows]
+        return rows * math.prod(sizes[a.name] for a in state.axes if a.name != "N")
+    pairs = {axis for offsets in promises.offsets for axis in (offsets.batch, offsets.rows)}
+    heads = max(size for axis, size in sizes.items() if axis in HEAD_AXES)
+    return _SCORES * heads * math.prod(sizes[axis] for axis in pairs)
 
 
 def padded_rows(call: Call, name: str) -> tuple[int, int, int]:
@@ -148,36 +162,26 @@ def _trimmed(call: Call) -> Call:
     return call.mapped(lambda name, t: _rows(call, name, t))
 
 
-def _stacking_axis(call: Call, name: str) -> int | None:
-    """The axis along which copies of a tensor are laid side by side: sequences, rows (ragged) or the batch."""
-    axes = _axes(call, name)
-    offsets = row_axis_of(call.declaration, axes) or ragged_argument(call.declaration)
-    along = offsets.rows if offsets.name in call.tensors else offsets.batch
-    for candidate in (offsets.sequences, along):
-        if candidate in axes:
-            return axes.index(candidate)
-    return None
+def _head_axis(call: Call, name: str) -> int | None:
+    """The axis of heads, along which copies of a tensor are laid side by side: no head knows of another."""
+    return next((i for i, axis in enumerate(_axes(call, name)) if axis in HEAD_AXES), None)
 
 
 def _stacked(calls: Sequence[Call], grads: Sequence[Mapping[str, Tensor]]) -> tuple[Call, dict[str, Tensor]]:
-    first, offsets = calls[0], ragged_argument(calls[0].declaration)
-    tensors = {}
-    for name in first.tensors:
-        axis = _stacking_axis(first, name)
-        if name in (offsets.name, offsets.host):
-            live = int(first.tensors[name][-1])
-            parts = [c.tensors[name][:-1].long() + i * live for i, c in enumerate(calls)]
-            tensors[name] = torch.cat([*parts, torch.tensor([len(calls) * live])])
-        elif axis is not None:
-            tensors[name] = torch.cat([c.tensors[name] for c in calls], axis)
-    joined = {n: torch.cat([g[n] for g in grads], _stacking_axis(first, n) or 0) for n in grads[0]}
-    return Call(first.op, tensors, first.options), joined
+    first = calls[0]
+
+    def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+        axis = _head_axis(first, name)
+        return parts[0] if axis is None else torch.cat(list(parts), axis)
+
+    tensors = {name: joined(name, [c.tensors[name] for c in calls]) for name in first.tensors}
+    return Call(first.op, tensors, first.options), {n: joined(n, [g[n] for g in grads]) for n in grads[0]}
 
 
 def _unstacked(result: Result, like: Call, count: int) -> list[Result]:
     def split(name: str, tensor: Tensor) -> Sequence[Tensor]:
-        axis = _stacking_axis(like, name) or 0
-        return tensor.split(tensor.shape[axis] // count, axis) if tensor.shape[axis] else [tensor] * count
+        axis = _head_axis(like, name) or 0
+        return torch.split(tensor, tensor.shape[axis] // count, axis)
 
     outputs = {name: split(name, t) for name, t in result.outputs.items()}
     gradients = {name: split(name, t) for name, t in result.gradients.items()}

@@ -99,7 +99,8 @@ class Ragged(Suite):
 
     def test_tail_of_a_long_sequence(self, subject: Subject) -> None:
         """T = 1000: a tail of 40 rows behind fifteen chunks, with a final state and its gradient."""
-        subject.check_sample(Sample(subject.op, small_case(subject.op, "long", 1000, **widths(16, 24)), "fp32"))
+        case = small_case(subject.op, "long", 1000, **heads(1, 2), **widths(16, 24))
+        subject.check_sample(Sample(subject.op, case, "fp32"))
 
     @pytest.mark.parametrize("offsets", OFFSETS, ids=lambda o: "_".join(map(str, o)))
     @pytest.mark.parametrize("plan", ["bf16", "fp32"])

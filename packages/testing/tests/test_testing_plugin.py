@@ -11,6 +11,8 @@ from chunkwise.ops import OPS
 from chunkwise_testing.routes import pairs_of
 from chunkwise_testing.study import Sample, Study
 from chunkwise_testing.suite.base import Subject, small_case
+from chunkwise_testing.suite.gradients import Gradients
+from chunkwise_testing.suite.shapes import Shapes
 
 pytest_plugins = "pytester"
 
@@ -56,6 +58,19 @@ def test_one_line_collects_the_suite(one_line):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with a GPU nothing is deselected")
+@pytest.mark.parametrize(
+    ("suite", "op", "idle"),
+    [
+        (Shapes, "chunk_delta_rule", ["test_first_gate_without_state", "test_gates"]),
+        (Shapes, "chunk_gla", []),
+        (Gradients, "sink_attention", ["test_state_carried_across_steps"]),
+        (Gradients, "chunk_gla", []),
+    ],
+)
+def test_tests_that_concern_no_op_of_a_backend_are_left_out(suite, op, idle):
+    assert type("One", (suite,), {"backend": "torch", "ops": (op,)}).idle() == idle
+
+
 def test_gpu_tests_are_deselected_and_counted(one_line):
     result = run(one_line, "-k", "test_within_budget and one-token", "--parity-report=matrix")
     text = result.stdout.str()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from chunkwise_testing.suite.accuracy import Accuracy
@@ -41,13 +40,6 @@ def generate(backend: str) -> dict[str, type]:
     """Test classes for a backend, by name; what has nothing to test on it is left out, a class or a test."""
     bound = [type(f"Test{suite.__name__}", (suite,), {"backend": backend, "__doc__": suite.__doc__}) for suite in SUITE]
     for cls in bound:
-        if issubclass(cls, Suite) and not any(subject.device == "cuda" for subject in cls.subjects()):
-            for name in _gpu_tests(cls):
-                setattr(cls, name, None)
+        for name in cls.idle() if issubclass(cls, Suite) else ():
+            setattr(cls, name, None)
     return {cls.__name__: cls for cls in bound if cls.applies()}  # type: ignore[attr-defined]
-
-
-def _gpu_tests(cls: type) -> list[str]:
-    """The tests of a class that run on a GPU alone."""
-    tests = inspect.getmembers(cls, inspect.isfunction)
-    return [name for name, test in tests if "on_gpu" in inspect.signature(test).parameters]

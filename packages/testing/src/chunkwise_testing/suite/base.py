@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -114,12 +115,23 @@ class Suite:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise over subjects."""
-        concerns = getattr(metafunc.function, "concerns", "any op")
         for name in _FORMATS.keys() & set(metafunc.fixturenames):
-            subjects = [s for s in self.subjects(_FORMATS[name]) if _is(concerns, s.op)]
-            if name == "on_gpu":
-                subjects = [s for s in subjects if s.device == "cuda"]
+            subjects = self._taken(metafunc.function, name)
             metafunc.parametrize(name, [pytest.param(s, id=str(s), marks=mark_of(s.device)) for s in subjects])
+
+    @classmethod
+    def _taken(cls, test: Callable[..., Any], argument: str) -> list[Subject]:
+        """The subjects that a test takes as one of its arguments."""
+        concerns = getattr(test, "concerns", "any op")
+        subjects = [s for s in cls.subjects(_FORMATS[argument]) if _is(concerns, s.op)]
+        return [s for s in subjects if s.device == "cuda"] if argument == "on_gpu" else subjects
+
+    @classmethod
+    def idle(cls) -> list[str]:
+        """The tests that have no subject among what the backend has."""
+        tests = [(n, f) for n, f in inspect.getmembers(cls, inspect.isfunction) if n.startswith("test")]
+        taken = {name: _FORMATS.keys() & inspect.signature(test).parameters.keys() for name, test in tests}
+        return [name for name, test in tests if not all(cls._taken(test, argument) for argument in taken[name])]
 
     @classmethod
     def subjects(cls, formats: str = "all") -> list[Subject]:

@@ -108,8 +108,9 @@ def oracle_of_many(
     return [_completed(call, needs, result) for call, result in zip(calls, results, strict=True)]
 
 
-_ELEMENTS_AT_ONCE = 40_000_000
-"""Bounds the memory of calls that are computed side by side: autograd keeps a state for every token."""
+_ELEMENTS_AT_ONCE = 10_000_000
+"""Bounds the memory of calls that are computed side by side, since autograd keeps a state for every token; four times
+as many take half as long again, the states of a step being beyond what a core's cache holds."""
 _SCORES = 8
 """How many times autograd keeps what attention computes for each pair of a query and a key."""
 

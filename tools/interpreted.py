@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from _scaffold import PACKAGES
 
-LEAN = "triton.split-gdn-wy64 and not torch.chunkwise"
+LEAN = "(triton.split-gdn-wy64 or triton.split-simple-gla64) and not torch.chunkwise"
 COVERING = (
     "(TestAccuracy and triton.split and not torch.chunkwise and (fp32 or fp16)"
     f" or {LEAN} and ((test_offsets or test_padding_holds_nan) and fp32 or test_public_backward"

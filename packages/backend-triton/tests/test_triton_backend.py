@@ -268,9 +268,10 @@ def test_kernels_are_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch)
     launch = importlib.import_module("chunkwise_triton.gated_delta_rule.launch")
     built: list[Facts] = []
     monkeypatch.setattr(launch, "_build", lambda schedule, facts, parts: built.append(facts))
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    common = importlib.import_module("chunkwise_triton.common.call")
+    monkeypatch.setattr(common, "interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "_WARM", set())
+    monkeypatch.setattr(common, "_WARM", set())
     call = DescribedCall(FAKE_DEVICES["H200"], {"B": 1, "T": 64, "H": 2, "HV": 4, "K": 64, "V": 64})
     others = [
         dataclasses.replace(call, sizes={**call.sizes, "HV": 8}),

@@ -14,27 +14,39 @@ from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
-from chunkwise_triton.common import state_scan
+from chunkwise_triton.common import chunk_products, state_scan
 from chunkwise_triton.gated_delta_rule import kernels, schedules
+from chunkwise_triton.simple_gla import kernels as simple_gla_kernels
+from chunkwise_triton.simple_gla import schedules as simple_gla_schedules
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NVDISASM = BIN / "nvdisasm"
 DOT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-FP32 = ["g", "g_cumsum", "to_end", "whole", "beta", "dg", "d_beta", "sums", "state_sums", "state_dq", "state_dk"]
-FP32 += ["initial_state", "final_state", "d_initial", "d_final"]
+FP32 = ["g", "g_cumsum", "g_low", "to_end", "whole", "beta", "dg", "d_beta", "sums", "state_sums"]
+FP32 += ["state_dq", "state_dk", "initial_state", "final_state", "d_initial", "d_final"]
 INT32 = ["cu_seqlens", "table", "first_slots"]
 SCALARS = {"T": "i32", "per_row": "i32", "scale": "fp32"}
-SCAN = {"HAS_INITIAL": True, "HAS_FINAL": True}
-KERNELS = {
-    "wy": (kernels.wy_kernel, {"INVERT": True, "KEEP": True}),
-    "scan": (state_scan.scan_kernel, SCAN),
-    "output": (kernels.output_kernel, {}),
-    "local": (kernels.local_gradient_kernel, {}),
-    "scan_backward": (state_scan.scan_backward_kernel, {**SCAN, "HAS_DO": True}),
-    "solve": (kernels.solve_gradient_kernel, {}),
-    "state_gradient": (kernels.state_gradient_kernel, {"HAS_DO": True}),
-    "pair_gradient": (kernels.pair_gradient_kernel, {"HAS_DO": True}),
+FLAGS = {"INVERT": True, "KEEP": True, "HAS_INITIAL": True, "HAS_FINAL": True, "HAS_DO": True}
+DELTA_RULE = {
+    "wy": kernels.wy_kernel,
+    "scan": state_scan.scan_kernel,
+    "output": chunk_products.output_kernel,
+    "local": kernels.local_gradient_kernel,
+    "scan_backward": state_scan.scan_backward_kernel,
+    "solve": kernels.solve_gradient_kernel,
+    "state_gradient": kernels.state_gradient_kernel,
+    "pair_gradient": kernels.pair_gradient_kernel,
 }
+SIMPLE_GLA = {
+    "fused": simple_gla_kernels.fused_kernel,
+    "scan": state_scan.scan_kernel,
+    "output": chunk_products.output_kernel,
+    "scan_backward": state_scan.scan_backward_kernel,
+    "gradient": simple_gla_kernels.gradient_kernel,
+}
+KERNELS = {"gated_delta_rule": DELTA_RULE, "delta_rule": DELTA_RULE, "simple_gla": SIMPLE_GLA, "no_gate": SIMPLE_GLA}
+KERNELS["fp32_states"] = {name: SIMPLE_GLA[name] for name in ("scan", "output", "gradient")}  # of the full format
+UNGATED = ("delta_rule", "no_gate")
 
 
 def facts(device, dtype, key_width, value_width, sequences=1, heads=(4, 8)):
@@ -42,16 +54,28 @@ def facts(device, dtype, key_width, value_width, sequences=1, heads=(4, 8)):
     return Facts("chunk_gated_delta_rule", FAKE_DEVICES[device], sizes, dict.fromkeys("qkv", dtype))
 
 
-def compiled(name, call, schedule, ragged=True):
+def schedule_of(op, name, call):
+    if KERNELS[op] is DELTA_RULE:
+        return schedules.schedule(call)
+    return simple_gla_schedules.fused(call) if name == "fused" else simple_gla_schedules.split(call)
+
+
+def compiled(op, name, call, schedule, ragged=True):
     """The kernel of one tile, compiled for the device of the facts."""
-    kernel, constants = KERNELS[name]
+    kernel = KERNELS[op][name]
+    delta, gated = KERNELS[op] is DELTA_RULE, op not in UNGATED
     tile = getattr(schedule, name)
     values = {
         **{axis: call.size(axis) for axis in ("H", "HV", "K", "V")},
         **{"C": 64, "BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows},
-        **{"DOT": DOT[schedule.dot], "INVERSE_DOT": DOT[schedule.inverse_dot], "RAGGED": ragged},
-        **{"STAGES": tile.stages, "PARTS": -(-call.size("K") // schedule.state_gradient.block_k), **constants},
+        **{"DOT": DOT[schedule.dot], "RAGGED": ragged, "STAGES": tile.stages},
+        **{"DELTA": delta, "GATED": gated, "HAS_DG": gated, **FLAGS},
     }
+    if delta:
+        values["INVERSE_DOT"] = DOT[schedule.inverse_dot]
+        values["PARTS"] = -(-call.size("K") // schedule.state_gradient.block_k)
+    else:
+        values["HV"] = call.size("H")
     activations = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}[schedule.dot]
     signature = {}
     for argument in kernel.arg_names:
@@ -59,6 +83,8 @@ def compiled(name, call, schedule, ragged=True):
         kinds |= dict.fromkeys(values, "constexpr")
         if name == "state_gradient":
             kinds |= {"dq": "*fp32", "dk": "*fp32"}
+        if op == "fp32_states":
+            kinds["states"] = "*fp32"
         signature[argument] = kinds.get(argument, activations)
     constexprs = {(i,): values[a] for i, (a, kind) in enumerate(signature.items()) if kind == "constexpr"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
@@ -76,15 +102,32 @@ COVERING = [
     ("B200", "bf16", 128, 128, 1),
     ("RTX 5090", "bf16", 128, 128, 1),
 ]
+MANY_STATES = [
+    ("H200", "bf16", 128, 128, 64),
+    ("H200", "fp16", 256, 256, 64),
+    ("RTX 5090", "bf16", 128, 128, 64),
+]
+# What the two delta rules share was compiled with gates; without them only what differs is worth the time.
+CASES = [
+    *[("gated_delta_rule", name, *case) for name in DELTA_RULE for case in COVERING],
+    *[("delta_rule", name, *COVERING[0]) for name in DELTA_RULE if name != "solve"],
+    *[
+        ("simple_gla", name, *case)
+        for name in SIMPLE_GLA
+        for case in (*COVERING, *MANY_STATES)
+        if name != "fused" or case[0] == "H200"
+    ],
+    *[("no_gate", name, *case) for name in SIMPLE_GLA for case in (COVERING[0], MANY_STATES[1])],
+    *[("fp32_states", name, *case) for name in KERNELS["fp32_states"] for case in MANY_STATES],
+]
 
 
-@pytest.mark.parametrize(("device", "dtype", "key_width", "value_width", "sequences"), COVERING)
-@pytest.mark.parametrize("name", sorted(KERNELS))
-def test_compiled_kernels(name, device, dtype, key_width, value_width, sequences):
+@pytest.mark.parametrize(("op", "name", "device", "dtype", "key_width", "value_width", "sequences"), CASES)
+def test_compiled_kernels(op, name, device, dtype, key_width, value_width, sequences):
     """A tile takes no more shared memory than its schedule says, and its matrix instructions read the right tiles."""
     call = facts(device, dtype, key_width, value_width, sequences)
-    schedule = schedules.schedule(call)
-    kernel = compiled(name, call, schedule)
+    schedule = schedule_of(op, name, call)
+    kernel = compiled(op, name, call, schedule)
     promised = getattr(schedule, name).shared_memory_bytes
     assert kernel.metadata.shared <= promised <= call.device.shared_memory_bytes
     if call.device.arch == "sm90":
@@ -130,7 +173,7 @@ def test_narrow_tiles_are_what_ptxas_12_8_compiles_wrongly():
     call = facts("H200", "bf16", 128, 32)
     schedule = schedules.schedule(call)
     narrow = dataclasses.replace(schedule, local=dataclasses.replace(schedule.local, block_k=128, block_v=32))
-    wrong = wrong_descriptors(disassemble(compiled("local", call, narrow).asm["cubin"], NVDISASM))
+    wrong = wrong_descriptors(disassemble(compiled("gated_delta_rule", "local", call, narrow).asm["cubin"], NVDISASM))
     version = subprocess.run([BIN / "ptxas", "--version"], capture_output=True, text=True, check=True).stdout
     assert bool(wrong) == ("release 12.8" in version), (version, wrong)
 
@@ -139,7 +182,9 @@ def test_16_bit_tiles_are_128_bytes_wide():
     """What keeps ptxas from the fault: one layout for all tiles, but for the states of the scans."""
     for key_width, value_width in ((16, 16), (24, 40), (128, 16)):
         schedule = schedules.schedule(facts("H200", "bf16", key_width, value_width))
-        tiles = [getattr(schedule, name) for name in KERNELS if not name.startswith("scan")]
+        tiles = [getattr(schedule, name) for name in DELTA_RULE if not name.startswith("scan")]
+        other = simple_gla_schedules.split(facts("H200", "bf16", key_width, value_width))
+        tiles += [other.output, other.gradient]
         assert all(min(tile.block_k, tile.block_v) >= 64 for tile in tiles)
 
 
@@ -157,8 +202,19 @@ def test_a_device_that_is_too_small_is_told_so():
 def test_every_width_has_a_schedule_everywhere(device, dtype, widths):
     """Whether a rule refuses them is another matter."""
     assert isinstance(schedules.schedule(facts(device, dtype, *widths)), schedules.Schedule)
+    assert isinstance(simple_gla_schedules.split(facts(device, dtype, *widths)), simple_gla_schedules.Split)
+    if device == "H200" and dtype != "fp32":
+        assert isinstance(simple_gla_schedules.fused(facts(device, dtype, *widths)), simple_gla_schedules.Fused)
 
 
 def test_few_and_many_states_take_other_tiles():
     few, many = (schedules.schedule(facts("H200", "bf16", 128, 128, n)) for n in (1, 64))
     assert few.scan.block_v < many.scan.block_v
+
+
+def test_two_scans_share_a_multiprocessor():
+    """Deeper pipelines where two programs still fit, shallower ones where they would not."""
+    narrow, wide = (simple_gla_schedules.split(facts("H200", "bf16", width, width, 64)).scan for width in (128, 256))
+    assert narrow.stages > wide.stages
+    assert 2 * wide.shared_memory_bytes < FAKE_DEVICES["H200"].shared_memory_bytes
+    assert simple_gla_schedules.fused(facts("H200", "bf16", 256, 256, 64)).fused.stages == 1

@@ -120,14 +120,20 @@ def locate(slot, cu_seqlens, table, T, per_row, C: tl.constexpr, RAGGED: tl.cons
 
 
 @triton.jit
-def span(n, cu_seqlens, first_slots, T, per_row, C: tl.constexpr, RAGGED: tl.constexpr):
-    """First row (int64), number of rows and first slot of sequence n."""
+def sequence_span(n, cu_seqlens, T, RAGGED: tl.constexpr):
+    """First row (int64, of all B * T) and number of rows of sequence n."""
     if RAGGED:
         start, length = sequence_rows(cu_seqlens, n, T)
         first = start.to(tl.int64)
-        slot = tl.load(first_slots + n)
     else:
         first = n.to(tl.int64) * T
         length = T
-        slot = n * per_row
+    return first, length
+
+
+@triton.jit
+def span(n, cu_seqlens, first_slots, T, per_row, C: tl.constexpr, RAGGED: tl.constexpr):
+    """First row (int64), number of rows and first slot of sequence n."""
+    first, length = sequence_span(n, cu_seqlens, T, RAGGED)
+    slot = tl.load(first_slots + n) if RAGGED else n * per_row
     return first, length, slot

@@ -14,12 +14,19 @@ LOWEST_GATE = tl.constexpr(-1e4)
 
 
 @triton.jit
-def chunk_gates(g, first, rows, head, HEADS, C: tl.constexpr):
-    """Inclusive sums of g ``[B, T, HEADS]`` over the rows of a chunk as (high, low), each ``[C]`` fp32."""
+def chunk_gates(g, first, rows, head, HEADS, C: tl.constexpr, GATED: tl.constexpr):
+    """Inclusive sums of g ``[B, T, HEADS]`` over the rows of a chunk as (high, low), each ``[C]`` fp32.
+
+    Not GATED: g is not read, and the sums are zeros that nothing uses.
+    """
     t = tl.arange(0, C)
-    sums = tl.cumsum(tl.maximum(load_vector(g, first, t, rows, head, HEADS), LOWEST_GATE).to(tl.float64), 0)
-    high = sums.to(tl.float32)
-    return high, (sums - high.to(tl.float64)).to(tl.float32)
+    high = tl.zeros((C,), tl.float32)
+    low = tl.zeros((C,), tl.float32)
+    if GATED:
+        sums = tl.cumsum(tl.maximum(load_vector(g, first, t, rows, head, HEADS), LOWEST_GATE).to(tl.float64), 0)
+        high = sums.to(tl.float32)
+        low = (sums - high.to(tl.float64)).to(tl.float32)
+    return high, low
 
 
 @triton.jit
@@ -36,14 +43,16 @@ def store_gates(high, low, g_cumsum, to_end, whole, slot, first, rows, head, HEA
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def gate_kernel(
-    g, g_cumsum, to_end, whole, cu_seqlens, table, T, per_row,
-    HV: tl.constexpr, C: tl.constexpr, RAGGED: tl.constexpr,
+    g, g_cumsum, g_low, to_end, whole, cu_seqlens, table, T, per_row,
+    HV: tl.constexpr, C: tl.constexpr, RAGGED: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """``store_gates`` alone, for a backward that keeps all else from the forward."""
+    """``store_gates`` alone; LOW: also what rounding took from the sums, into g_low ``[B, T, HV]``."""
     slot, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows > 0:
-        high, low = chunk_gates(g, first, rows, hv, HV, C)
+        high, low = chunk_gates(g, first, rows, hv, HV, C, True)
         store_gates(high, low, g_cumsum, to_end, whole, slot, first, rows, hv, HV, C)
+        if LOW:
+            store_vector(g_low, low, first, tl.arange(0, C), rows, hv, HV)
 
 
 @triton.jit
@@ -59,6 +68,17 @@ def pair_decay(high, low, C: tl.constexpr, TRANSPOSED: tl.constexpr = False):
         exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
         keep = t[:, None] <= t[None, :]
     return tl.where(keep, tl.exp(tl.where(keep, exponent, 0.0)), 0.0)
+
+
+@triton.jit
+def decayed(x, high, low, C: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """``exp(G_t - G_s) x[t, s]`` for s <= t, zero above the diagonal; not GATED: of x itself."""
+    if GATED:
+        result = x * pair_decay(high, low, C, TRANSPOSED)
+    else:
+        t = tl.arange(0, C)
+        result = tl.where(t[:, None] <= t[None, :] if TRANSPOSED else t[:, None] >= t[None, :], x, 0.0)
+    return result
 
 
 @triton.jit

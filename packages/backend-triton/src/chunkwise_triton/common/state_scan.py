@@ -1,11 +1,13 @@
-"""The scan of states over the chunks of a sequence, forward and backward, for delta rules with a scalar decay.
+"""The scan of states over the chunks of a sequence, forward and backward, for recurrences with a scalar decay.
 
 One program carries BV columns of one state. With ``key_out = exp(G_C - G_t) k`` and ``query_in = exp(G) q``:
 
     forward    v_new = u - w S                        S' = exp(G_C) S + key_out^T v_new
     backward   d_v_new += key_out dS'                 dS = exp(G_C) dS' + scale query_in^T d_o - w^T d_v_new
 
-A chunk's rows do not depend on one another here, so where shared memory is small they are taken ROWS at a time.
+for delta rules (DELTA). States that only forget and add have no w: v_new is v, and the backward carries dS alone. Not
+GATED: nothing is forgotten, and no gate is read. A chunk's rows do not depend on one another here, so where shared
+memory is small they are taken ROWS at a time.
 """
 
 import triton
@@ -20,9 +22,9 @@ def scan_kernel(
     k, w, v_new, to_end, whole, states, initial_state, final_state, cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
+    DELTA: tl.constexpr, GATED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Turns u into v_new in place; writes the entry state of every chunk, and the state behind the last token."""
+    """Writes the entry states of all chunks and the state behind the last token; DELTA: turns u into v_new in place."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     column = tl.program_id(0) % blocks
     hv = tl.program_id(0) // blocks % HV
@@ -40,16 +42,23 @@ def scan_kernel(
         at = first + chunk * C
         store_state(states, s, slot + chunk, hv, HV, K, V, kk, vv)
         entry = s.to(DOT)
-        s *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
+        if GATED:
+            s *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
         for begin in tl.static_range(0, C, ROWS):
             t = begin + tl.arange(0, ROWS)
-            w_tile = load_rows(w, at, t, rows, hv, HV, kk, K).to(DOT)  # [ROWS, BK]
-            x = load_rows(v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV] u
-            x -= tl.dot(w_tile, entry, input_precision="tf32x3")
-            store_rows(v_new, x, at, t, rows, hv, HV, vv, V)
-            end = load_vector(to_end, at, t, rows, hv, HV)
+            if DELTA:
+                w_tile = load_rows(w, at, t, rows, hv, HV, kk, K).to(DOT)  # [ROWS, BK]
+                x = load_rows(v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV] u
+                x -= tl.dot(w_tile, entry, input_precision="tf32x3")
+                store_rows(v_new, x, at, t, rows, hv, HV, vv, V)
+            else:
+                x = load_rows(v_new, at, t, rows, hv, HV, vv, V)  # [ROWS, BV]
+            if GATED:
+                end = load_vector(to_end, at, t, rows, hv, HV)
             k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
-            s += tl.dot(tl.trans(k_tile), (x * end[:, None]).to(DOT), input_precision="tf32x3")
+            if GATED:
+                x = x.to(tl.float32) * end[:, None]
+            s += tl.dot(tl.trans(k_tile), x.to(DOT), input_precision="tf32x3")
     if HAS_FINAL:
         store_state(final_state, s, n, hv, HV, K, V, kk, vv)
 
@@ -60,9 +69,10 @@ def scan_backward_kernel(
     cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_DO: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
+    DELTA: tl.constexpr, GATED: tl.constexpr, HAS_DO: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Completes d_v_new in place, and writes the gradient of every chunk's exit state and of the initial state."""
+    """Writes the gradient of every chunk's exit state and of the initial state; DELTA: completes d_v_new in place."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     column = tl.program_id(0) % blocks
     hv = tl.program_id(0) // blocks % HV
@@ -81,22 +91,33 @@ def scan_backward_kernel(
         at = first + chunk * C
         store_state(d_states, ds, slot + chunk, hv, HV, K, V, kk, vv)
         leaving = ds.to(DOT)
-        ds *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
+        if GATED:
+            ds *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
         for begin in tl.static_range(0, C, ROWS):
             t = begin + tl.arange(0, ROWS)
-            end = load_vector(to_end, at, t, rows, hv, HV)
-            k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
-            dx = tl.dot(k_tile, leaving, input_precision="tf32x3") * end[:, None]
+            if DELTA:
+                end = tl.full((ROWS,), 1.0, tl.float32)
+                if GATED:
+                    end = load_vector(to_end, at, t, rows, hv, HV)
+                k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
+                dx = tl.dot(k_tile, leaving, input_precision="tf32x3") * end[:, None]
+                if HAS_DO:
+                    dx += load_rows(d_v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV]
+                store_rows(d_v_new, dx, at, t, rows, hv, HV, vv, V)
+                w_tile = load_rows(w, at, t, rows, hv, HV, kk, K).to(DOT)  # [ROWS, BK]
+                ds -= tl.dot(tl.trans(w_tile), dx.to(DOT), input_precision="tf32x3")
             if HAS_DO:
-                dx += load_rows(d_v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV]
-            store_rows(d_v_new, dx, at, t, rows, hv, HV, vv, V)
-            w_tile = load_rows(w, at, t, rows, hv, HV, kk, K).to(DOT)  # [ROWS, BK]
-            ds -= tl.dot(tl.trans(w_tile), dx.to(DOT), input_precision="tf32x3")
-            if HAS_DO:
-                q_tile = load_rows(q, at, t, rows, h, H, kk, K).to(tl.float32)  # [ROWS, BK]
-                start = tl.exp(load_vector(g_cumsum, at, t, rows, hv, HV))
-                query_in = (q_tile * (start * scale)[:, None]).to(DOT)
-                d = load_rows(d_o, at, t, rows, hv, HV, vv, V).to(DOT)  # [ROWS, BV]
+                q_tile = load_rows(q, at, t, rows, h, H, kk, K)  # [ROWS, BK]
+                start = tl.full((ROWS,), 1.0, tl.float32)
+                if GATED:
+                    start = tl.exp(load_vector(g_cumsum, at, t, rows, hv, HV))
+                start = (start * scale)[:, None]
+                if DELTA:
+                    query_in = (q_tile.to(tl.float32) * start).to(DOT)
+                    d = load_rows(d_o, at, t, rows, hv, HV, vv, V).to(DOT)  # [ROWS, BV]
+                else:  # scales the narrower tile; the other one goes from memory to the product as it is
+                    query_in = q_tile.to(DOT)
+                    d = (load_rows(d_o, at, t, rows, hv, HV, vv, V).to(tl.float32) * start).to(DOT)  # [ROWS, BV]
                 ds += tl.dot(tl.trans(query_in), d, input_precision="tf32x3")
     if HAS_INITIAL:
         store_state(d_initial, ds, n, hv, HV, K, V, kk, vv)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.implementation import Implementation
 from chunkwise.verifier.refusal import DoesNotFit
-from chunkwise_triton.gated_delta_rule import implementations, schedules
+from chunkwise_triton.common.rules import ARCHS, REQUIRES
+from chunkwise_triton.gated_delta_rule import schedules
 
 
 def as_gated(facts: Facts) -> Facts:
-    """The facts of the call of the gated delta rule that runs: a value head for every head, gates in fp32."""
-    return facts.with_size("HV", facts.size("H")).with_dtype("g", "fp32")
+    """The facts of the call of the gated delta rule that runs: a value head for every head, and no gate."""
+    return facts.with_size("HV", facts.size("H"))
 
 
 def schedule(facts: Facts) -> schedules.Schedule | DoesNotFit:
@@ -22,8 +23,8 @@ SPLIT = Implementation(
     "triton/delta_rule/split",
     op="chunk_delta_rule",
     rank=100,
-    archs=implementations.ARCHS,
-    requires=implementations.REQUIRES,
+    archs=ARCHS,
+    requires=REQUIRES,
     schedule=schedule,
     forward="chunkwise_triton.delta_rule.launch:forward",
     backward="chunkwise_triton.delta_rule.launch:backward",

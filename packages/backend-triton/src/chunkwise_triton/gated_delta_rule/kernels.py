@@ -13,9 +13,11 @@ DOT is the dtype of the products' operands; every product accumulates in fp32.
 import triton
 import triton.language as tl
 
+from chunkwise_triton.common.chunk_products import row_products, state_products
 from chunkwise_triton.common.chunks import locate
 from chunkwise_triton.common.gates import (
     chunk_gates,
+    decayed,
     pair_decay,
     pair_gradient_to_gates,
     store_gates,
@@ -25,7 +27,6 @@ from chunkwise_triton.common.gates import (
 from chunkwise_triton.common.tiles import (
     chunk_program,
     load_rows,
-    load_state,
     load_vector,
     store_rows,
     store_vector,
@@ -33,28 +34,12 @@ from chunkwise_triton.common.tiles import (
 from chunkwise_triton.common.tril_inverse import unit_lower_inverse
 
 
-@triton.jit
-def row_products(
-    x, y, first, rows, head,
-    HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """``x_t . y_s`` ``[C, C]`` fp32 for the rows of a chunk of one head of x and y ``[B, T, HEADS, K]``."""
-    t = tl.arange(0, C)
-    result = tl.zeros((C, C), tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        kk = begin + tl.arange(0, BLOCK_K)
-        x_tile = load_rows(x, first, t, rows, head, HEADS, kk, K).to(DOT)  # [C, BLOCK_K]
-        y_tile = load_rows(y, first, t, rows, head, HEADS, kk, K).to(DOT)  # [C, BLOCK_K]
-        result += tl.dot(x_tile, tl.trans(y_tile), input_precision="tf32x3")
-    return result
-
-
 @triton.jit(do_not_specialize=["T", "per_row"])
 def wy_kernel(
     k, v, g, beta, inverse, w, u, g_cumsum, to_end, whole, cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, INVERSE_DOT: tl.constexpr,
-    RAGGED: tl.constexpr, INVERT: tl.constexpr, KEEP: tl.constexpr,
+    RAGGED: tl.constexpr, GATED: tl.constexpr, INVERT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Gate sums, w and u of a chunk; M first, where INVERT (stored where KEEP), else it is read."""
     slot, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
@@ -62,18 +47,21 @@ def wy_kernel(
         return
     h = hv // (HV // H)
     t = tl.arange(0, C)
-    high, low = chunk_gates(g, first, rows, hv, HV, C)
-    store_gates(high, low, g_cumsum, to_end, whole, slot, first, rows, hv, HV, C)
+    high, low = chunk_gates(g, first, rows, hv, HV, C, GATED)
+    if GATED:
+        store_gates(high, low, g_cumsum, to_end, whole, slot, first, rows, hv, HV, C)
     b = load_vector(beta, first, t, rows, hv, HV)
     if INVERT:
         keys = row_products(k, k, first, rows, h, H, K, C, BLOCK_K, DOT)
-        a = tl.where(t[:, None] > t[None, :], pair_decay(high, low, C) * keys * b[:, None], 0.0)
+        a = tl.where(t[:, None] > t[None, :], decayed(keys, high, low, C, GATED) * b[:, None], 0.0)
         m = unit_lower_inverse(a, C, INVERSE_DOT).to(DOT)
         if KEEP:
             store_rows(inverse, m, first, t, rows, hv, HV, t, C)
     else:
         m = load_rows(inverse, first, t, rows, hv, HV, t, C).to(DOT)  # [C, C]
-    from_start = b * tl.exp(high)
+    from_start = b
+    if GATED:
+        from_start *= tl.exp(high)
     for begin in range(0, K, BLOCK_K):
         kk = begin + tl.arange(0, BLOCK_K)
         k_tile = load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
@@ -87,39 +75,11 @@ def wy_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
-def output_kernel(
-    q, k, v_new, g, states, o, scale, cu_seqlens, table, T, per_row,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """o of a chunk, from v_new and the entry state."""
-    slot, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
-    if rows <= 0:
-        return
-    h = hv // (HV // H)
-    t = tl.arange(0, C)
-    high, low = chunk_gates(g, first, rows, hv, HV, C)
-    scores = row_products(q, k, first, rows, h, H, K, C, BLOCK_K, DOT)
-    attention = (scores * pair_decay(high, low, C)).to(DOT)
-    from_start = tl.exp(high)[:, None]
-    for begin in range(0, V, BV):
-        vv = begin + tl.arange(0, BV)
-        tile = tl.zeros((C, BV), tl.float32)
-        for begin_k in range(0, K, BLOCK_K):
-            kk = begin_k + tl.arange(0, BLOCK_K)
-            q_tile = load_rows(q, first, t, rows, h, H, kk, K).to(DOT)  # [C, BLOCK_K]
-            s = load_state(states, slot, hv, HV, K, V, kk, vv).to(DOT)  # [BLOCK_K, BV]
-            tile += tl.dot(q_tile, s, input_precision="tf32x3")
-        x = load_rows(v_new, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
-        tile = tile * from_start + tl.dot(attention, x, input_precision="tf32x3")
-        store_rows(o, tile * scale, first, t, rows, hv, HV, vv, V)
-
-
-@triton.jit(do_not_specialize=["T", "per_row"])
 def local_gradient_kernel(
     q, k, g, d_o, d_v_new, scale, cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """What the outputs of a chunk give to its own v_new: ``scale P^T d_o``."""
     _, hv, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
@@ -127,9 +87,9 @@ def local_gradient_kernel(
         return
     h = hv // (HV // H)
     t = tl.arange(0, C)
-    high, low = chunk_gates(g, first, rows, hv, HV, C)
+    high, low = chunk_gates(g, first, rows, hv, HV, C, GATED)
     scores = row_products(k, q, first, rows, h, H, K, C, BLOCK_K, DOT)
-    attention = (scores * pair_decay(high, low, C, TRANSPOSED=True) * scale).to(DOT)
+    attention = (decayed(scores, high, low, C, GATED, TRANSPOSED=True) * scale).to(DOT)
     for begin in range(0, V, BV):
         vv = begin + tl.arange(0, BV)
         d = load_rows(d_o, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
@@ -171,7 +131,7 @@ def state_gradient_kernel(
     cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_DO: tl.constexpr,
+    GATED: tl.constexpr, HAS_DO: tl.constexpr,
 ):  # fmt: skip
     """What reaches q, k and the gates of a chunk through its entry and its exit state, for BLOCK_K columns.
 
@@ -192,25 +152,14 @@ def state_gradient_kernel(
     dk_tile = tl.zeros((C, BLOCK_K), tl.float32)
     for j in range(HV // H):
         hv = h * (HV // H) + j
-        by_error = tl.zeros((C, BLOCK_K), tl.float32)
-        by_exit = tl.zeros((C, BLOCK_K), tl.float32)
-        by_query = tl.zeros((C, BLOCK_K), tl.float32)
-        products = tl.zeros((BLOCK_K,), tl.float32)
-        for begin in range(0, V, BV):
-            vv = begin + tl.arange(0, BV)
-            ds = load_state(d_states, slot, hv, HV, K, V, kk, vv)  # [BLOCK_K, BV]
-            x = load_rows(v_new, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
-            by_exit += tl.dot(x, tl.trans(ds).to(DOT), input_precision="tf32x3")
-            s = load_state(states, slot, hv, HV, K, V, kk, vv)  # [BLOCK_K, BV]
-            d = load_rows(d_rhs, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
-            by_error += tl.dot(d, tl.trans(s).to(DOT), input_precision="tf32x3")
-            if HAS_DO:
-                d = load_rows(d_o, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
-                by_query += tl.dot(d, tl.trans(s).to(DOT), input_precision="tf32x3")
-            products += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
-        from_start = tl.exp(load_vector(g_cumsum, first, t, rows, hv, HV))
-        by_error *= from_start[:, None]
-        by_exit *= load_vector(to_end, first, t, rows, hv, HV)[:, None]
+        by_query, by_error, by_exit, products = state_products(
+            v_new, d_o, d_rhs, states, d_states, slot, first, rows, hv, kk, HV, K, V, C, BV, DOT, True, HAS_DO
+        )
+        from_start = tl.full((C,), 1.0, tl.float32)
+        if GATED:
+            from_start = tl.exp(load_vector(g_cumsum, first, t, rows, hv, HV))
+            by_error *= from_start[:, None]
+            by_exit *= load_vector(to_end, first, t, rows, hv, HV)[:, None]
         by_query *= (from_start * scale)[:, None]
         dq_tile += by_query
         dk_tile += by_exit - by_error * load_vector(beta, first, t, rows, hv, HV)[:, None]
@@ -218,10 +167,12 @@ def state_gradient_kernel(
         # Loaded for each value head: registers are what this kernel runs out of.
         q_tile = load_rows(q, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
         k_tile = load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
-        store_vector(sums, tl.sum(by_query * q_tile, 1), first, t, rows, at, HV * (3 * PARTS + 1))
+        if GATED:
+            store_vector(sums, tl.sum(by_query * q_tile, 1), first, t, rows, at, HV * (3 * PARTS + 1))
         store_vector(sums, tl.sum(by_error * k_tile, 1), first, t, rows, at + 1, HV * (3 * PARTS + 1))
-        store_vector(sums, tl.sum(by_exit * k_tile, 1), first, t, rows, at + 2, HV * (3 * PARTS + 1))
-        tl.store(state_sums + (slot.to(tl.int64) * HV + hv) * PARTS + part, tl.sum(products, 0))
+        if GATED:
+            store_vector(sums, tl.sum(by_exit * k_tile, 1), first, t, rows, at + 2, HV * (3 * PARTS + 1))
+            tl.store(state_sums + (slot.to(tl.int64) * HV + hv) * PARTS + part, tl.sum(products, 0))
     store_rows(dq, dq_tile, first, t, rows, h, H, kk, K)
     store_rows(dk, dk_tile, first, t, rows, h, H, kk, K)
 
@@ -232,7 +183,7 @@ def pair_gradient_kernel(
     cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_DO: tl.constexpr,
+    GATED: tl.constexpr, HAS_DO: tl.constexpr,
 ):  # fmt: skip
     """What reaches q, k, g and beta through pairs of rows of a chunk; adds what came through the states (in PARTS).
 
@@ -257,31 +208,38 @@ def pair_gradient_kernel(
             if HAS_DO:
                 d = load_rows(d_o, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
                 by_output += tl.dot(d, tl.trans(x), input_precision="tf32x3")
-        high, low = chunk_gates(g, first, rows, hv, HV, C)
-        decay = pair_decay(high, low, C)
+        high, low = chunk_gates(g, first, rows, hv, HV, C, GATED)
         b = load_vector(beta, first, t, rows, hv, HV)
-        by_rhs = tl.where(t[:, None] > t[None, :], by_rhs * decay, 0.0)  # of k k^T, but for -beta
-        by_output = by_output * decay * scale
+        keep = t[:, None] > t[None, :]
+        if GATED:
+            decay = pair_decay(high, low, C)
+            by_rhs = tl.where(keep, by_rhs * decay, 0.0)  # of k k^T, but for -beta
+            by_output = by_output * decay * scale
+        else:
+            by_rhs = tl.where(keep, by_rhs, 0.0)
+            by_output = tl.where(t[:, None] >= t[None, :], by_output * scale, 0.0)
         d_keys += by_rhs * b[:, None]
         d_scores += by_output
         # Computed for each value head: registers are what this kernel runs out of.
         weighted = by_rhs * row_products(k, k, first, rows, h, H, K, C, BLOCK_K, DOT)
-        scores = row_products(q, k, first, rows, h, H, K, C, BLOCK_K, DOT)
-        g_grad = pair_gradient_to_gates(by_output * scores - weighted * b[:, None], C)
         at = hv * (3 * PARTS + 1)
         b_grad = load_vector(sums, first, t, rows, at, HV * (3 * PARTS + 1)) - tl.sum(weighted, 1)
-        by_state = tl.zeros((C,), tl.float32)
-        by_exit = tl.zeros((C,), tl.float32)
-        through = 0.0
         for part in range(PARTS):
-            by_error = load_vector(sums, first, t, rows, at + 3 * part + 2, HV * (3 * PARTS + 1))
-            b_grad -= by_error
-            by_state += load_vector(sums, first, t, rows, at + 3 * part + 1, HV * (3 * PARTS + 1)) - b * by_error
-            by_exit += load_vector(sums, first, t, rows, at + 3 * part + 3, HV * (3 * PARTS + 1))
-            through += tl.load(state_sums + (slot.to(tl.int64) * HV + hv) * PARTS + part)
-        through *= tl.load(whole + slot.to(tl.int64) * HV + hv)
-        g_grad += through + sum_from(by_state, C) + sum_before(by_exit, C)
-        store_vector(dg, g_grad, first, t, rows, hv, HV)
+            b_grad -= load_vector(sums, first, t, rows, at + 3 * part + 2, HV * (3 * PARTS + 1))
+        if GATED:
+            scores = row_products(q, k, first, rows, h, H, K, C, BLOCK_K, DOT)
+            g_grad = pair_gradient_to_gates(by_output * scores - weighted * b[:, None], C)
+            by_state = tl.zeros((C,), tl.float32)
+            by_exit = tl.zeros((C,), tl.float32)
+            through = 0.0
+            for part in range(PARTS):
+                by_error = load_vector(sums, first, t, rows, at + 3 * part + 2, HV * (3 * PARTS + 1))
+                by_state += load_vector(sums, first, t, rows, at + 3 * part + 1, HV * (3 * PARTS + 1)) - b * by_error
+                by_exit += load_vector(sums, first, t, rows, at + 3 * part + 3, HV * (3 * PARTS + 1))
+                through += tl.load(state_sums + (slot.to(tl.int64) * HV + hv) * PARTS + part)
+            through *= tl.load(whole + slot.to(tl.int64) * HV + hv)
+            g_grad += through + sum_from(by_state, C) + sum_before(by_exit, C)
+            store_vector(dg, g_grad, first, t, rows, hv, HV)
         store_vector(d_beta, b_grad, first, t, rows, hv, HV)
     both_keys = (d_keys + tl.trans(d_keys)).to(DOT)
     d_scores_dot = d_scores.to(DOT)

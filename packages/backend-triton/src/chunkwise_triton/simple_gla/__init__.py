@@ -1,0 +1,1 @@
+"""Simple GLA, linear attention with one gate a head, on Triton."""

@@ -1,0 +1,92 @@
+"""Schedules of simple GLA: tiles, warps and stages by device and widths. Imports no kernel language."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from chunkwise.verifier.facts import Facts
+from chunkwise.verifier.refusal import DoesNotFit
+from chunkwise_triton.common import schedules
+from chunkwise_triton.common.schedules import ALL, CHUNK, Tile, Tiles, choose, output_elements, tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Split(schedules.Schedule):
+    """The launch configuration of the kernels that pass states through memory; equal ones are one object.
+
+    Args:
+        scan, output, scan_backward, gradient: the kernels' tiles.
+    """
+
+    scan: Tile
+    output: Tile
+    scan_backward: Tile
+    gradient: Tile
+
+
+@dataclass(frozen=True, eq=False)
+class Fused(schedules.Schedule):
+    """The launch configuration of the forward in one pass; equal ones are one object.
+
+    Args:
+        fused: the kernel's tile.
+    """
+
+    fused: Tile
+
+
+_SMALL_SCANS = tuple(Tile(ALL, 32, rows, 4, 1) for rows in (64, 32, 16))
+# Few states: narrow tiles make more programs. Many: wide ones read keys or queries less often.
+_SCAN_FEW = (*tiles((ALL, 32, 4, 3), (ALL, 32, 4, 2)), *_SMALL_SCANS)
+_SCAN_MANY = (*tiles((ALL, 64, 4, 3), (ALL, 64, 4, 2)), *_SCAN_FEW)
+_OUTPUT = tiles((128, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1))
+_GRADIENT = tiles((64, 64, 4, 2), (64, 64, 4, 1), (32, 32, 4, 1))
+FUSED_COLUMNS = 64
+_FUSED = tiles((ALL, FUSED_COLUMNS, 4, 2), (ALL, FUSED_COLUMNS, 4, 1))
+
+
+def _scan(t: Tile) -> int:
+    return t.stages * t.rows * (t.block_k + t.block_v) + 2 * t.rows * t.block_v
+
+
+def _gradient(t: Tile) -> int:
+    return t.stages * 2 * (CHUNK + t.block_k) * t.block_v + 2 * CHUNK * t.block_k + 3 * CHUNK * CHUNK
+
+
+def _fused(t: Tile) -> int:
+    return t.stages * CHUNK * (2 * t.block_k + t.block_v) + (t.block_k + CHUNK) * t.block_v
+
+
+SPLIT_KERNELS = {
+    "scan": Tiles(_SCAN_FEW, _SCAN_MANY, _scan, scans=True, paired=True),
+    "output": Tiles(_OUTPUT, _OUTPUT, output_elements),
+    "scan_backward": Tiles(_SCAN_FEW, _SCAN_MANY, _scan, scans=True, paired=True),
+    "gradient": Tiles(_GRADIENT, _GRADIENT, _gradient),
+}
+FUSED_KERNELS = {"fused": Tiles(_FUSED, _FUSED, _fused, scans=True, paired=True)}
+"""The tiles of each kernel."""
+
+
+def split(facts: Facts) -> Split | DoesNotFit:
+    """The first tile of every list that fits the device."""
+    dot = facts.dtype("v") or "fp32"
+    chosen = choose(SPLIT_KERNELS, facts, dot, "H")
+    return chosen if isinstance(chosen, DoesNotFit) else _split(dot, *chosen)
+
+
+def fused(facts: Facts) -> Fused | DoesNotFit:
+    """The first tile that fits the device."""
+    dot = facts.dtype("v") or "fp32"
+    chosen = choose(FUSED_KERNELS, facts, dot, "H")
+    return chosen if isinstance(chosen, DoesNotFit) else _fused_of(dot, *chosen)
+
+
+@functools.cache
+def _split(dot: str, *chosen: Tile) -> Split:
+    return Split(CHUNK, dot, *chosen)
+
+
+@functools.cache
+def _fused_of(dot: str, *chosen: Tile) -> Fused:
+    return Fused(CHUNK, dot, *chosen)

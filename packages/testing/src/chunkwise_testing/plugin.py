@@ -9,8 +9,10 @@ Nothing here imports torch before a test file asks for the suite.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,18 @@ def _lacking(item: pytest.Item) -> str | None:
     return None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Draw the cases of a test as its subject accepts them; a cell's in its own dtypes."""
+    from chunkwise_testing.fitting import fitted_to
+
+    cell = _cell_of(item)
+    subject = cell.subject if cell is not None else _subject_of(item)
+    fitted = fitted_to(subject.pair, subject.torch_device, dtypes=cell is None) if subject else contextlib.nullcontext()
+    with fitted:
+        yield
+
+
 def _has_gpu() -> bool:
     import torch
 
@@ -114,8 +128,11 @@ def _cell_of(item: pytest.Item) -> Any:
 
 def _device_of(item: pytest.Item) -> str | None:
     cell = _cell_of(item)
-    subjects = [given for given in _parameters(item).values() if hasattr(given, "pair")]
-    return getattr(cell.subject if cell is not None else next(iter(subjects), None), "device", None)
+    return getattr(cell.subject if cell is not None else _subject_of(item), "device", None)
+
+
+def _subject_of(item: pytest.Item) -> Any:
+    return next((given for given in _parameters(item).values() if hasattr(given, "pair")), None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -24,6 +24,7 @@ from chunkwise.protocol.cases import Case
 from chunkwise.protocol.declaration import Declaration, Offsets, Output
 from chunkwise.protocol.derive import swapped
 from chunkwise.protocol.op import Op
+from chunkwise_testing import fitting
 
 HEAD_AXES = ("H", "HV", "HQ", "HK")
 """Axes that count heads."""
@@ -180,6 +181,7 @@ def draw(
     """
     plan = plan or PLANS["fp32"]
     declaration = op.declaration
+    case, plan = _fitted(op, case, plan)
     sizes = all_sizes(declaration, case)
     options = dict(case.options)
     v_first = bool(options.get("state_v_first"))
@@ -198,6 +200,19 @@ def draw(
                 x = x.transpose(-1, -2).contiguous()
             tensors[spec.name] = x.to(device)
     return Call(op, tensors, options)
+
+
+def _fitted(op: Op[..., Any], case: Case, plan: Plan) -> tuple[Case, Plan]:
+    """The case and the plan as what is under test accepts them."""
+    declaration = op.declaration
+    activations = {declaration.tensors[0].name, "q", "k", "v"} & set(declaration.tensor_names)
+    dtypes = dict.fromkeys(sorted(activations), plan.activations)
+    case, fitted = fitting.fit(declaration.name, case, all_sizes(declaration, case), dtypes)
+    found = fitted[declaration.tensors[0].name]
+    if found == plan.activations:
+        return case, plan
+    uniform = plan.activations == plan.gates
+    return case, PLANS[found] if uniform else dataclasses.replace(plan, activations=found)
 
 
 def draw_gradients(

@@ -15,7 +15,7 @@ from torch import Tensor
 from chunkwise.ops import OPS
 from chunkwise.protocol.axes import dtype_name
 from chunkwise.protocol.cases import Case
-from chunkwise_testing import sampling
+from chunkwise_testing import fitting, sampling
 from chunkwise_testing.oracle import Result, oracle_of_many
 from chunkwise_testing.sampling import PLANS, Call, row_axis_of
 from chunkwise_testing.tolerance import Measure, Parts, measure, moved, row_blocks
@@ -142,7 +142,7 @@ class _Key:
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
-        self.text = repr(sample)
+        self.text = repr((sample, fitting.active()))
 
     def __hash__(self) -> int:
         return hash(self.text)

@@ -13,7 +13,7 @@ from torch import Tensor
 import chunkwise
 from chunkwise.ops import OPS
 from chunkwise.protocol.contracts import Contract
-from chunkwise_testing import sampling
+from chunkwise_testing import fitting, sampling
 from chunkwise_testing.sampling import PLANS, Call, gates_of, variant
 from chunkwise_testing.study import Study, study_of
 from chunkwise_testing.suite.base import Subject, Suite, assert_finite, small_case
@@ -36,9 +36,13 @@ def pinned(call: Call, contract: Contract, bound: float, ulps: int = 0) -> Call:
     return call.replaced({contract.name: beyond}, {str(contract.lower_option): bound})
 
 
-@functools.cache
 def pinned_study(op: str, contract: Contract, bound: float, ulps: int, plan: str) -> Study:
     """The study of a pinned call; computed once in a process."""
+    return _pinned_study(op, contract, bound, ulps, plan, fitting.active())
+
+
+@functools.cache
+def _pinned_study(op: str, contract: Contract, bound: float, ulps: int, plan: str, fitted: tuple[str, ...]) -> Study:
     return study_of(pinned(sampling.draw(OPS[op], small_case(op, "pinned"), PLANS[plan]), contract, bound, ulps))
 
 

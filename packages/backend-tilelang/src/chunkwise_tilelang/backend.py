@@ -28,7 +28,7 @@ BACKEND = Backend(
     name="tilelang",
     distribution="chunkwise-tilelang",
     core=">=0.1,<0.2",
-    tables=(),
+    tables=("chunkwise_tilelang.gated_delta_rule.implementations:IMPLEMENTATIONS",),
     needs=(
         Need(_WANTED, probe_device),
         Need("tilelang", discover.probe_tilelang),

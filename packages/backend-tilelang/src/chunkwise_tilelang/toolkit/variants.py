@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkwise.verifier.implementation import resolve
 
-TABLES: tuple[str, ...] = ()
+TABLES: tuple[str, ...] = ("chunkwise_tilelang.gated_delta_rule.variants:variants",)
 """``module:function`` of each op's list: ``function(whole) -> Sequence[Variant]``, all of them or a covering set."""
 
 

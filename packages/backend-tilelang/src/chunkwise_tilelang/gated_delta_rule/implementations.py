@@ -1,0 +1,27 @@
+"""The table of the gated delta rule on TileLang. Imports no kernel language."""
+
+from __future__ import annotations
+
+from chunkwise.verifier.implementation import Implementation
+from chunkwise.verifier.rules import dtype, one_of, same_dtype, size_at_most, size_multiple_of
+from chunkwise_tilelang.gated_delta_rule import schedules
+
+FUSED = Implementation(
+    "tilelang/gated_delta_rule/fused",
+    op="chunk_gated_delta_rule",
+    rank=10,
+    archs=("sm90",),
+    requires=(
+        one_of("K", 64, 128),  # the state of 64 columns of V stands in a warpgroup's registers
+        size_multiple_of("V", schedules.GROUP_WIDTH),
+        size_at_most("V", 256),
+        dtype("q", "bf16", "fp16"),
+        same_dtype("q k v"),
+    ),
+    schedule=schedules.schedule,
+    forward="chunkwise_tilelang.gated_delta_rule.launch:forward",
+    compile="chunkwise_tilelang.gated_delta_rule.launch:compile",
+    residuals=("gdn-wy64@1",),
+)
+
+IMPLEMENTATIONS = (FUSED,)

@@ -1,0 +1,117 @@
+"""Launches of the gated delta rule: allocates what the kernels write and calls them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chunkwise.verifier.facts import Facts
+from chunkwise_tilelang.gated_delta_rule.kernels import solve
+from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
+from chunkwise_tilelang.gated_delta_rule.schedules import Schedule
+from chunkwise_tilelang.tiles.l2norm import l2_normalise
+from chunkwise_tilelang.toolkit import compile as compiling
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+Shape = tuple[int, int, int, int]
+
+
+def _solve_constants(shape: Shape, dtypes: tuple[str, str, str], ragged: bool) -> dict[str, Any]:
+    heads, value_heads, key_width, _ = shape
+    names = {"dtype": dtypes[0], "g_dtype": dtypes[1], "beta_dtype": dtypes[2]}
+    return {"heads": heads, "value_heads": value_heads, "key_width": key_width, "ragged": ragged, **names}
+
+
+def fused_constants(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> dict[str, Any]:
+    """The constants of the fused kernel for heads and widths ``(H, HV, K, V)``."""
+    sizes = dict(zip(("heads", "value_heads", "key_width", "value_width"), shape, strict=True))
+    tiles = {"groups": schedule.groups, "stages": schedule.stages, "registers": schedule.registers}
+    return {**sizes, **tiles, "dtype": dtype, "ragged": ragged}
+
+
+@lru_cache(maxsize=256)
+def _launchers(schedule: Schedule, device: int, shape: Shape, dtypes: tuple[str, str, str], ragged: bool) -> Any:
+    return (
+        compiling.kernel(solve, device, **_solve_constants(shape, dtypes, ragged)),
+        compiling.kernel(fused, device, **fused_constants(schedule, shape, dtypes[0], ragged)),
+    )
+
+
+@lru_cache(maxsize=64)
+def _never_read(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """What stands in a kernel's arguments for a tensor that is absent."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    width = x.shape[-1]
+    launch = compiling.kernel(l2_normalise, x.device, width=width, dtype=_DTYPES[x.dtype])
+    launch(x.view(-1, width), y.view(-1, width))
+    return y
+
+
+def forward(
+    schedule: Schedule, inputs: Any, save: str | None
+) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
+    """``(o, final_state)`` and the residuals of the format ``save``, which is the lean one or None."""
+    q, k, v, g, beta, offsets = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.cu_seqlens
+    batch, rows, value_heads, value_width = v.shape
+    heads, key_width = k.shape[2:]
+    ragged, chunk = offsets is not None, schedule.chunk_size
+    sequences = len(offsets) - 1 if ragged else batch
+    o = torch.zeros_like(v) if ragged else torch.empty_like(v)
+    state_shape = (sequences, value_heads, key_width, value_width)
+    final = v.new_empty(state_shape, dtype=torch.float32) if inputs.output_final_state else None
+    saved: dict[str, Tensor] = {}
+    if save is not None:
+        saved["g_cumsum"] = torch.empty_like(g, dtype=torch.float32)
+        saved["inverse"] = v.new_empty(batch, rows, value_heads, chunk)
+    if not sequences:
+        return (o, final), saved
+    if not rows:
+        if final is not None:
+            final.zero_() if inputs.initial_state is None else final.copy_(inputs.initial_state)
+        return (o, final), saved
+    if inputs.use_qk_l2norm_in_kernel:
+        q, k = _normalised(q), _normalised(k)
+    slots = rows // chunk + sequences if ragged else batch * -(-rows // chunk)
+    solved = v.new_empty(slots, value_heads, chunk, chunk)
+    decays = v.new_empty(slots, value_heads, 3, chunk, dtype=torch.float32)
+    dtypes = (_DTYPES[v.dtype], _DTYPES[g.dtype], _DTYPES[beta.dtype])
+    shape = (heads, value_heads, key_width, value_width)
+    launch_solve, launch_fused = _launchers(schedule, v.device.index, shape, dtypes, ragged)
+    where = offsets if ragged else _never_read(v.device, torch.int32, (2,))
+    kept = saved or {
+        "inverse": _never_read(v.device, v.dtype, (1, 1, value_heads, chunk)),
+        "g_cumsum": _never_read(v.device, torch.float32, (1, 1, value_heads)),
+    }
+    steps = sequences.bit_length()
+    launch_solve(k, g, beta, where, solved, decays, kept["inverse"], kept["g_cumsum"], steps, int(bool(saved)))
+    absent = _never_read(v.device, torch.float32, (1, *state_shape[1:]))
+    initial = inputs.initial_state
+    launch_fused(
+        q, k, v, solved, decays, where, absent if initial is None else initial, o, absent if final is None else final,
+        sequences, inputs.scale, int(initial is not None), int(final is not None),
+    )  # fmt: skip
+    return (o, final), saved
+
+
+def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
+    """Build the kernels of a call's forward, side by side."""
+    heads, value_heads, key_width, value_width = (facts.size(axis) for axis in ("H", "HV", "K", "V"))
+    shape = (heads, value_heads, key_width, value_width)
+    activations, gates, betas = (_SHORT[facts.dtypes[name]] for name in ("v", "g", "beta"))
+    ragged = bool(facts.flag("ragged"))
+    work: list[compiling.Work] = [
+        (solve, _solve_constants(shape, (activations, gates, betas), ragged)),
+        (fused, fused_constants(schedule, shape, activations, ragged)),
+    ]
+    if facts.flag("use_qk_l2norm_in_kernel"):
+        work.append((l2_normalise, {"width": key_width, "dtype": activations}))
+    compiling.build(work, torch.cuda.current_device())

@@ -1,0 +1,60 @@
+"""The kernels of the gated delta rule as they are compiled for Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from chunkwise_tilelang.gated_delta_rule import schedules
+from chunkwise_tilelang.gated_delta_rule.kernels import solve
+from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
+from chunkwise_tilelang.tiles.l2norm import l2_normalise
+from chunkwise_tilelang.toolkit.variants import Variant
+
+_ARCH = "sm_90a"
+_HEADS = {"heads": 2, "value_heads": 4}
+# With two groups the thread that computes pairs has 72 registers, and one that copies 24: NOTES.md.
+_SPILL_BYTES = {1: 0, 2: 400}
+
+
+def variants(whole: bool) -> Sequence[Variant]:
+    """Every kernel, or one of each number of groups, width and way to find a chunk."""
+    found = [_fused(key_width, groups, ragged, dtype) for key_width, groups, ragged, dtype in _choices(whole)]
+    found += [_solve(heads, ragged, dtype) for heads, ragged, dtype in _solve_choices(whole)]
+    width = {"width": 128, "dtype": "bfloat16"}
+    return [*found, Variant("gated delta rule, L2 norm", l2_normalise, width, _ARCH, 0)]
+
+
+def _choices(whole: bool) -> list[tuple[int, int, bool, str]]:
+    chosen = [(128, 1, True, "bfloat16"), (128, 2, False, "bfloat16"), (64, 1, False, "float16")]
+    every = [
+        (key_width, groups, ragged, dtype)
+        for key_width in (64, 128)
+        for groups in (1, 2)
+        for ragged in (False, True)
+        for dtype in ("bfloat16", "float16")
+    ]
+    return every if whole else chosen
+
+
+def _fused(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
+    constants: dict[str, Any] = {
+        **_HEADS,
+        **{"key_width": key_width, "value_width": 128, "groups": groups, "stages": schedules.STAGES},
+        **{"registers": schedules.REGISTERS[groups], "dtype": dtype, "ragged": ragged},
+    }
+    name = f"gated delta rule, fused, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
+    return Variant(name, fused, constants, _ARCH, schedules.fused_bytes(key_width, groups), _SPILL_BYTES[groups])
+
+
+def _solve_choices(whole: bool) -> list[tuple[int, bool, str]]:
+    dtypes = ("bfloat16", "float16")
+    every = [(heads, ragged, dtype) for heads in (1, 2) for ragged in (False, True) for dtype in dtypes]
+    return every if whole else [(1, True, "bfloat16"), (2, False, "bfloat16")]
+
+
+def _solve(heads: int, ragged: bool, dtype: str) -> Variant:
+    sizes = {"heads": 2, "value_heads": 2 * heads, "key_width": 128}
+    constants = {**sizes, "dtype": dtype, "g_dtype": "float32", "beta_dtype": dtype, "ragged": ragged}
+    name = f"gated delta rule, solve, {heads} heads, {'ragged' if ragged else 'dense'}, {dtype}"
+    return Variant(name, solve, constants, _ARCH, schedules.solve_bytes(heads))

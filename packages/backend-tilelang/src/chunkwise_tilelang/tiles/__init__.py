@@ -1,0 +1,1 @@
+"""Building blocks of kernels, for every architecture and op."""

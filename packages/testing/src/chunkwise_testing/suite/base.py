@@ -154,6 +154,12 @@ def concerning(what: str) -> Callable[[Test], Test]:
     return mark
 
 
+def as_drawn(test: Test) -> Test:
+    """Mark a test that holds refusals itself: its cases are not fitted to what its subject accepts."""
+    test.fitted = False  # type: ignore[attr-defined]
+    return test
+
+
 def _is(kind: str, op: str) -> bool:
     declaration = OPS[op].declaration
     kinds = {

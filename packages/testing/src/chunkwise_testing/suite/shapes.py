@@ -15,6 +15,7 @@ from chunkwise_testing.study import Sample, study_of
 from chunkwise_testing.suite.base import (
     Subject,
     Suite,
+    as_drawn,
     assert_finite,
     concerning,
     heads,
@@ -50,6 +51,7 @@ class Shapes(Suite):
         case = small_case(subject.op, "heads", 67, **heads(*counts))
         subject.check_sample(Sample(subject.op, case))
 
+    @as_drawn
     @pytest.mark.parametrize("kv", WIDTHS, ids=lambda w: f"k{w[0]}-v{w[1]}")
     @pytest.mark.parametrize("plan", ["bf16", "fp32"])
     def test_widths(self, subject: Subject, kv: tuple[int, int], plan: str) -> None:

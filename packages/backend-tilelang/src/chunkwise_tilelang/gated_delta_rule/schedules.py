@@ -49,11 +49,6 @@ def fused_bytes(key_width: int, groups: int, stages: int = STAGES) -> int:
     return stages * a_stage + pairs + outputs + _BARRIERS_BYTES
 
 
-def solve_bytes(heads: int) -> int:
-    """Shared memory of the solving kernel, which takes one or two value heads together: see :mod:`.variants`."""
-    return {1: 26_112, 2: 52_224}[heads]
-
-
 def _groups(facts: Facts) -> int:
     """One or two groups a block: the fewer rounds over the multiprocessors, each weighed by what it takes."""
     if facts.size("V") % (2 * GROUP_WIDTH):

@@ -13,8 +13,8 @@ DOT is the dtype of the products' operands; every product accumulates in fp32.
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.chunk_products import row_products, state_products
-from chunkwise_triton.common.chunks import locate
+from chunkwise_triton.common.chunk_products import exact_products, row_products, state_products
+from chunkwise_triton.common.chunks import locate, sequence_span
 from chunkwise_triton.common.gates import (
     chunk_gates,
     decayed,
@@ -127,11 +127,11 @@ def solve_gradient_kernel(
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def state_gradient_kernel(
-    q, k, g_cumsum, to_end, beta, v_new, states, d_o, d_rhs, d_states, dq, dk, sums, state_sums, scale,
-    cu_seqlens, table, T, per_row,
+    q, k, g_cumsum, to_end, beta, v_new, states, d_o, d_rhs, d_states, initial_state, d_final,
+    dq, dk, sums, state_sums, scale, cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    GATED: tl.constexpr, HAS_DO: tl.constexpr,
+    GATED: tl.constexpr, HAS_DO: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
     """What reaches q, k and the gates of a chunk through its entry and its exit state, for BLOCK_K columns.
 
@@ -143,9 +143,12 @@ def state_gradient_kernel(
     part = tl.program_id(0) % PARTS
     h = tl.program_id(0) // PARTS % H
     slot = tl.program_id(0) // PARTS // H
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    n, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
+    begin, length = sequence_span(n, cu_seqlens, T, RAGGED)
+    starts = (first == begin) & HAS_INITIAL
+    ends = (first + rows == begin + length) & HAS_FINAL
     t = tl.arange(0, C)
     kk = part * BLOCK_K + tl.arange(0, BLOCK_K)
     dq_tile = tl.zeros((C, BLOCK_K), tl.float32)
@@ -172,6 +175,12 @@ def state_gradient_kernel(
         store_vector(sums, tl.sum(by_error * k_tile, 1), first, t, rows, at + 1, HV * (3 * PARTS + 1))
         if GATED:
             store_vector(sums, tl.sum(by_exit * k_tile, 1), first, t, rows, at + 2, HV * (3 * PARTS + 1))
+            if HAS_INITIAL or HAS_FINAL:
+                if starts | ends:
+                    products = exact_products(
+                        states, d_states, initial_state, d_final, slot, n, hv, kk, starts, ends,
+                        HV, K, V, BV, HAS_INITIAL, HAS_FINAL,
+                    )  # fmt: skip
             tl.store(state_sums + (slot.to(tl.int64) * HV + hv) * PARTS + part, tl.sum(products, 0))
     store_rows(dq, dq_tile, first, t, rows, h, H, kk, K)
     store_rows(dk, dk_tile, first, t, rows, h, H, kk, K)

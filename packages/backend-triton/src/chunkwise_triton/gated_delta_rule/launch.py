@@ -97,7 +97,7 @@ def backward(
         saved = _solve(call, saved["inverse"], invert=False)
         saved["states"] = _scan(call, saved, inputs.initial_state, None)
     d_v_new, d_states, d_initial = _scan_backward(call, saved, d_o, d_final, "initial_state" in needs)
-    found = _input_gradients(call, inputs, saved, d_o, (d_v_new, d_states))
+    found = _input_gradients(call, inputs, saved, grads, (d_v_new, d_states))
     if inputs.use_qk_l2norm_in_kernel:
         for name in ("q", "k"):
             found[name] = l2_normalise_backward(getattr(inputs, name), found[name])
@@ -128,14 +128,18 @@ def _scan_backward(
 
 
 def _input_gradients(
-    call: _Call, inputs: Any, saved: dict[str, Tensor], d_o: Tensor | None, flows: tuple[Tensor, Tensor]
+    call: _Call,
+    inputs: Any,
+    saved: dict[str, Tensor],
+    grads: tuple[Tensor | None, Tensor | None],
+    flows: tuple[Tensor, Tensor],
 ) -> dict[str, Tensor]:
     """Gradients of q, k (of the normalised ones, in fp32, under the L2 norm), v, g and beta."""
     wide = torch.float32 if inputs.use_qk_l2norm_in_kernel else None
     found = {"q": call.rows(call.q, wide), "k": call.rows(call.k, wide)}
     found |= {name: call.rows(getattr(call, name)) for name in ("v", "beta")}
     found["g"] = call.rows(call.g) if call.gated else call.g
-    d_v_new, d_states = flows
+    (d_o, d_final), (d_v_new, d_states) = grads, flows
     schedule, d_o_or_any, has = call.schedule, or_any(d_o, call.v), {"PARTS": call.parts, "HAS_DO": d_o is not None}
     has["GATED"] = call.gated
     state_dq, state_dk = (torch.empty_like(x, dtype=torch.float32) for x in (call.q, call.k))
@@ -148,7 +152,9 @@ def _input_gradients(
     call.per_chunk(
         kernels.state_gradient_kernel, schedule.state_gradient, call.heads * call.parts,
         call.q, call.k, saved["g_cumsum"], saved["to_end"], call.beta, saved["v_new"], saved["states"], d_o_or_any,
-        d_v_new, d_states, state_dq, state_dk, sums, state_sums, call.scale, **has,
+        d_v_new, d_states, or_any(inputs.initial_state, d_states), or_any(d_final, d_states),
+        state_dq, state_dk, sums, state_sums, call.scale,
+        HAS_INITIAL=inputs.initial_state is not None, HAS_FINAL=d_final is not None, **has,
     )  # fmt: skip
     call.per_chunk(
         kernels.pair_gradient_kernel, schedule.pair_gradient, call.heads,

@@ -12,7 +12,7 @@ DOT is the dtype of the products' operands; every product accumulates in fp32. N
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.chunk_products import row_products, state_products
+from chunkwise_triton.common.chunk_products import exact_products, row_products, state_products
 from chunkwise_triton.common.chunks import locate, sequence_span, span
 from chunkwise_triton.common.gates import (
     chunk_gates,
@@ -77,28 +77,6 @@ def fused_kernel(
         s += tl.dot(tl.trans(k_tile), x.to(DOT), input_precision="tf32x3")
     if HAS_FINAL:
         store_state(final_state, s, n, h, H, K, V, kk, vv)
-
-
-@triton.jit
-def exact_product(
-    states, d_states, initial_state, d_final, slot, n, h, starts, ends,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BV: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-):  # fmt: skip
-    """``sum S dS'`` of a chunk that starts or ends a sequence, from the call's own fp32 states where it does."""
-    total = tl.zeros((BLOCK_K,), tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        kk = begin + tl.arange(0, BLOCK_K)
-        for begin_v in range(0, V, BV):
-            vv = begin_v + tl.arange(0, BV)
-            s = load_state(states, slot, h, H, K, V, kk, vv).to(tl.float32)  # [BLOCK_K, BV]
-            if HAS_INITIAL:
-                s = tl.where(starts, load_state(initial_state, n, h, H, K, V, kk, vv), s)
-            ds = load_state(d_states, slot, h, H, K, V, kk, vv).to(tl.float32)  # [BLOCK_K, BV]
-            if HAS_FINAL:
-                ds = tl.where(ends, load_state(d_final, n, h, H, K, V, kk, vv), ds)
-            total += tl.sum(s * ds, 1)
-    return tl.sum(total, 0)
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
@@ -173,10 +151,15 @@ def gradient_kernel(
             starts = first == begin
             ends = first + rows == begin + length
             if (starts & HAS_INITIAL) | (ends & HAS_FINAL):
-                through = exact_product(
-                    states, d_states, initial_state, d_final, slot, n, h, starts, ends,
-                    H, K, V, BLOCK_K, BV, HAS_INITIAL, HAS_FINAL,
-                )  # fmt: skip
+                through = 0.0
+                for begin_k in range(0, K, BLOCK_K):
+                    through += tl.sum(
+                        exact_products(
+                            states, d_states, initial_state, d_final, slot, n, h, begin_k + tl.arange(0, BLOCK_K),
+                            starts, ends, H, K, V, BV, HAS_INITIAL, HAS_FINAL,
+                        ),
+                        0,
+                    )  # fmt: skip
         through *= tl.load(whole + slot.to(tl.int64) * H + h)
         g_grad += through + sum_from(by_query_sums, C) + sum_before(by_exit_sums, C)
         store_vector(dg, g_grad, first, t, rows, h, H)

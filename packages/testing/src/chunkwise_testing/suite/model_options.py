@@ -45,7 +45,7 @@ class ModelOptions(Suite):
 
         def by_hand(**arguments: Any) -> Any:
             gate = -arguments.pop("A_log").exp() * functional.softplus(arguments.pop("g") + arguments.pop("dt_bias"))
-            beta = arguments.pop("beta").sigmoid() * (2.0 if negative else 1.0)
+            beta = arguments.pop("beta").float().sigmoid() * (2.0 if negative else 1.0)
             rest = {n: x for n, x in arguments.items() if n not in (*MODEL, "allow_neg_eigval")}
             return call.op(**rest, g=gate, beta=beta)
 

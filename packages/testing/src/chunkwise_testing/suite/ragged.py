@@ -113,6 +113,12 @@ class Ragged(Suite):
         if study.call.declaration.promises.states:
             self._check_empty(subject, study.call, result, dict(study.gradients), offsets)
 
+    def test_short_sequences_of_wide_states(self, every: Subject) -> None:
+        """A gate that multiplies little but the call's own fp32 states, which a 16-bit copy of them would spoil."""
+        offsets = (0, 1, 2, 66)
+        case = variant(small_case(every.op, "wide", offsets[-1], **widths(64, 128)), offsets=offsets)
+        every.check_sample(Sample(every.op, case, "bf16"))
+
     def _check_empty(
         self, subject: Subject, call: Call, result: Result, gradients: dict[str, Any], offsets: tuple[int, ...]
     ) -> None:

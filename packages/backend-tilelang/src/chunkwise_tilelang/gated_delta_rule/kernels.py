@@ -1,12 +1,12 @@
-"""Kernels of the gated delta rule that know one chunk: gate sums and the inverse.
+"""The kernel of the gated delta rule that knows one chunk: gate sums and the inverse.
 
 Inside a chunk, with ``G_t`` the sum of the gates up to row t:
 
     A[t, s] = beta_t exp(G_t - G_s) k_t . k_s  (s < t)        M = (I + A)^-1
 
-M is unit lower triangular. Its diagonal blocks of 16 rows are solved row by row in fp32; a pair of inverted blocks P, R
-with the block L of A between them is inverted as ``[[P, 0], [-R L P, R]]``, twice. Those products split each fp32
-operand into two bf16 parts and leave out low times low: what is lost is 2^-16 of an operand.
+M is unit lower triangular. Its diagonal blocks of 16 rows are solved row by row in fp32. With the inverted blocks P and R
+and the block L of A between them, ``[[P, 0], [L, R^-1]]^-1 = [[P, 0], [-R L P, R]]``, once for blocks of 16 rows and once
+for blocks of 32: products of fp16 operands with fp32 sums.
 """
 
 from typing import Any
@@ -14,22 +14,11 @@ from typing import Any
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 
 from chunkwise_tilelang.tiles.sequences import chunk_rows
+from chunkwise_tilelang.tiles.transposed import place
+from chunkwise_tilelang.tiles.warp_products import PADDED, WARP_TILE, as_left_operand, load_tile, multiply_add
 
 _LOG2E = 1.4426950408889634
 _ROWS = T.GemmWarpPolicy.FullRow
-
-
-@T.macro
-def _gemm_split(a_high, a_low, b_high, b_low, result):
-    """``result = a b`` of fp32 operands in two bf16 parts each."""
-    T.gemm(a_high, b_high, result, clear_accum=True)
-    T.gemm(a_high, b_low, result)
-    T.gemm(a_low, b_high, result)
-
-
-def _low(value: Any) -> Any:
-    """What bf16 leaves of an fp32 value."""
-    return value - T.cast(T.cast(value, "bfloat16"), "float32")
 
 
 def solve(
@@ -42,28 +31,71 @@ def solve(
         dtype, g_dtype, beta_dtype: of the activations, the gates and beta.
         ragged: whether the chunks are found by offsets.
     """
-    H, HV, K, C, HALF, SIXTEENTH = heads, value_heads, key_width, 64, 32, 16
+    H, HV, K, C, HALF, TILE = heads, value_heads, key_width, 64, 32, WARP_TILE
     P = 2 if (HV // H) % 2 == 0 else 1  # value heads of one key head that a block takes together
     B, TT, B1, T1, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "B1", "T1", "offsets", "slots"))
 
     @T.macro
-    def merge_sixteenths(pair, columns, l_high, l_low, x_high, x_low, y_high, y_low):
-        """One warp: the block under the diagonal of an inverted half."""
-        y = T.alloc_fragment((SIXTEENTH, SIXTEENTH), "float32")
-        for i, j in T.Parallel(SIXTEENTH, SIXTEENTH):
-            l_high[pair, i, j] = columns[pair, j, SIXTEENTH + i]
-            l_low[pair, i, j] = _low(columns[pair, j, SIXTEENTH + i])
-        top, bottom = slice(0, SIXTEENTH), slice(SIXTEENTH, HALF)
-        _gemm_split(l_high[pair, :, :], l_low[pair, :, :], x_high[pair, top, top], x_low[pair, top, top], y)
-        for i, j in T.Parallel(SIXTEENTH, SIXTEENTH):
-            y_high[pair, i, j] = y[i, j]
-            y_low[pair, i, j] = _low(y[i, j])
-        _gemm_split(x_high[pair, bottom, bottom], x_low[pair, bottom, bottom], y_high[pair, :, :], y_low[pair, :, :], y)
-        for i, j in T.Parallel(SIXTEENTH, SIXTEENTH):
-            x_high[pair, SIXTEENTH + i, j] = -y[i, j]
-            x_low[pair, SIXTEENTH + i, j] = -_low(y[i, j])
-            x_high[pair, i, SIXTEENTH + j] = 0
-            x_low[pair, i, SIXTEENTH + j] = 0
+    def load_gates(place_of, batch, first, rows, g, beta, sums, betas):
+        """A warp: the gates and betas of a head, two rows a lane; rows behind the chunk add 0."""
+        _, _, hv = place_of
+        for e in T.unroll(2):
+            row = T.get_thread_binding() % 32 * 2 + e
+            near = first + T.min(row, rows - 1)  # loads without branches fly together
+            sums[e] = T.Select(row < rows, T.cast(g[batch, near, hv], "float32"), 0.0)
+            betas[e] = T.Select(row < rows, T.cast(beta[batch, near, hv], "float32"), 0.0)
+
+    @T.macro
+    def sum_gates(place_of, batch, first, rows, sums, betas, g_s, beta_s, decays, g_cumsum, keep):
+        """A warp: sums of the gates of a head and what they give."""
+        slot, p, hv = place_of
+        lane = T.get_thread_binding() % 32
+        before = T.alloc_var("float32")
+        sums[1] += sums[0]
+        for e in T.unroll(5):
+            before = T.shfl_up(sums[1], 1 << e)
+            sums[1] += T.Select(lane >= (1 << e), before, 0.0)
+        before = T.shfl_up(sums[1], 1)
+        sums[0] += T.Select(lane > 0, before, 0.0)
+        before = T.shfl_sync(sums[1], 31) * _LOG2E
+        for e in T.unroll(2):
+            row = 2 * lane + e
+            log2 = sums[e] * _LOG2E
+            g_s[p, row] = log2
+            beta_s[p, row] = betas[e]
+            decays[slot, hv, 0, row] = T.exp2(log2)
+            decays[slot, hv, 1, row] = T.Select(row < rows, T.exp2(before - log2), 0.0)
+            decays[slot, hv, 2, row] = log2
+            if keep != 0 and row < rows:
+                g_cumsum[batch, first + row, hv] = sums[e]
+
+    @T.macro
+    def clear_above(place_of, batch, first, rows, solved, inverse, keep):
+        """Zeros above the diagonal's blocks."""
+        slot, hv = place_of
+        for i in T.unroll(4):
+            row = T.get_thread_binding() // 8 + 16 * i
+            column = T.get_thread_binding() % 8 * 8
+            if column >= (i + 1) * TILE:
+                for e in T.vectorized(8):
+                    solved[slot, hv, row, column + e] = 0
+                if keep != 0 and row < rows:
+                    for e in T.vectorized(8):
+                        inverse[batch, first + row, hv, column + e] = 0
+
+    @T.macro
+    def put(place_of, batch, first, rows, tile, beta_s, solved, inverse, keep):
+        """A [16, 16] product with its sign turned, to row and column of a head's M."""
+        slot, p, hv, at_row, at_column = place_of
+        lane = T.get_thread_binding() % 32
+        for j, i in T.grid(2, 2):
+            row = at_row + lane // 4 + 8 * i
+            column = at_column + 8 * j + lane % 4 * 2
+            for e in T.vectorized(2):
+                solved[slot, hv, row, column + e] = -tile[4 * j + 2 * i + e] * beta_s[p, column + e]
+            if keep != 0 and row < rows:
+                for e in T.vectorized(2):
+                    inverse[batch, first + row, hv, column + e] = -tile[4 * j + 2 * i + e]
 
     @T.prim_func
     def gated_delta_rule_solve(
@@ -79,145 +111,147 @@ def solve(
         keep: T.int32,
     ):
         # Every access below is inside by its own condition.
-        T.annotate_pass_configs({"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": True})
+        T.annotate_pass_configs(
+            {
+                "tl.enable_fast_math": True,
+                "tl.disable_safe_memory_legalize": True,
+                "tl.disable_thread_storage_sync": True,
+            }
+        )
         with T.Kernel(slots * (HV // P), threads=128) as block:
+            T.annotate_min_blocks_per_sm(7)  # latency bounds the kernel: warps hide it, and 72 registers suffice
             slot = block // (HV // P)
             first_head = block % (HV // P) * P
             h = first_head // (HV // H)
             k_s = T.alloc_shared((C, K), dtype)
             g_s = T.alloc_shared((P, C), "float32")  # base 2
             beta_s = T.alloc_shared((P, C), "float32")
-            from_middle = T.alloc_shared((P, C), "float32")
-            columns = T.alloc_shared((P * 2, HALF, HALF + 4), "float32")
-            l_high, l_low, y_high, y_low = (T.alloc_shared((P * 2, SIXTEENTH, SIXTEENTH), "bfloat16") for _ in range(4))
-            x_high, x_low = (T.alloc_shared((P * 2, HALF, HALF), "bfloat16") for _ in range(2))
-            a_high, a_low, z_high, z_low = (T.alloc_shared((P, HALF, HALF), "bfloat16") for _ in range(4))
+            columns = T.alloc_shared((P, 4, TILE, TILE + 4), "float32")  # of A's blocks on the diagonal
+            below = T.alloc_shared((P * 2, TILE, TILE + PADDED), "float16")  # A between blocks of 16 rows
+            across = T.alloc_shared((P, HALF, HALF + PADDED), "float16")  # A between the halves
+            x_s = T.alloc_shared((P, C, HALF + PADDED), "float16")  # M inside of each half
             left = T.alloc_fragment((C, HALF), "float32")
             right = T.alloc_fragment((C, HALF), "float32")
-            z = T.alloc_fragment((HALF, HALF), "float32")
-            x = T.alloc_local((SIXTEENTH,), "float32")
-            total = T.alloc_var("float32")
-            total_log2 = T.alloc_var("float32")
-            weight = T.alloc_var("float32")
+            own, between, near = (T.alloc_local((TILE,), "float32") for _ in range(3))
+            left_gates, own_gates = (T.alloc_local((8,), "float32") for _ in range(2))
+            row_gates, row_betas = (T.alloc_local((2,), "float32") for _ in range(2))
+            at = T.alloc_var("int32")
+            x = T.alloc_local((TILE,), "float32")
+            operand = T.alloc_local((16,), "float16")
+            other = T.alloc_local((16,), "float16")
+            product = T.alloc_local((16,), "float32")
             batch, first, rows = chunk_rows(slot, cu_seqlens, offsets - 1, steps, TT, C, ragged)
             if rows > 0:
                 tx = T.get_thread_binding()
-                mine, row = tx // C, tx % C
-                hv = first_head + mine
-                # Rows behind the chunk read its last one and become zero: loads without branches fly together.
-                if tx < C * P:
-                    near = first + T.min(row, rows - 1)
-                    total = T.Select(row < rows, T.cast(g[batch, near, hv], "float32"), 0.0)
-                    weight = T.Select(row < rows, T.cast(beta[batch, near, hv], "float32"), 0.0)
+                warp, lane = tx // 32, tx % 32
+                where = (slot, warp, first_head + warp)
+                if warp < P:
+                    load_gates(where, batch, first, rows, g, beta, row_gates, row_betas)
                 for t, c in T.Parallel(C, K):
                     k_s[t, c] = T.Select(t < rows, k[batch, first + T.min(t, rows - 1), h, c], T.cast(0, dtype))
-                if tx < C * P:
-                    for e in T.unroll(5):
-                        above = T.shfl_up(total, 1 << e)
-                        total += T.Select(tx % 32 >= (1 << e), above, 0.0)
-                    g_s[mine, row] = total
-                    beta_s[mine, row] = weight
+                if warp < P:
+                    sum_gates(where, batch, first, rows, row_gates, row_betas, g_s, beta_s, decays, g_cumsum, keep)
+                for p in T.unroll(P):
+                    clear_above((slot, first_head + p), batch, first, rows, solved, inverse, keep)
+                T.fence_proxy_async()
                 T.sync_threads()
-                if tx < C * P:
-                    if row >= 32:
-                        total += g_s[mine, 31]
-                T.sync_threads()
-                if tx < C * P:
-                    total_log2 = total * _LOG2E
-                    g_s[mine, row] = total_log2
                 T.gemm(k_s, k_s[0:HALF, :], left, transpose_B=True, clear_accum=True, policy=_ROWS)
                 T.gemm(k_s, k_s[HALF:C, :], right, transpose_B=True, clear_accum=True, policy=_ROWS)
-                T.sync_threads()
-                if tx < C * P:
-                    decays[slot, hv, 0, row] = T.exp2(total_log2)
-                    decays[slot, hv, 1, row] = T.Select(row < rows, T.exp2(g_s[mine, C - 1] - total_log2), 0.0)
-                    decays[slot, hv, 2, row] = total_log2
-                    if keep != 0 and row < rows:
-                        g_cumsum[batch, first + row, hv] = total
-                    # A decay across the middle is a product of two, each at most 1.
-                    from_middle[mine, row] = T.exp2(
-                        T.Select(row < HALF, g_s[mine, HALF - 1] - total_log2, total_log2 - g_s[mine, HALF - 1])
-                    )
-                T.sync_threads()
+                for t, r in T.Parallel(C, HALF):
+                    at = place(t, r)
+                    between[at] = left[t, r]
+                for t, r in T.Parallel(C, HALF):
+                    at = place(t, r)
+                    own[at] = T.Select(warp < 2, left[t, r], right[t, r])
                 for p in T.unroll(P):
-                    if tx < 64:  # the warps of the upper half's rows
-                        for t, r in T.Parallel(C, HALF):
-                            if t < HALF:
-                                decay = T.exp2(g_s[p, t] - g_s[p, r])
-                                columns[2 * p, r, t] = T.Select(t > r, beta_s[p, t] * decay * left[t, r], 0.0)
-                    else:
-                        for t, r in T.Parallel(C, HALF):
-                            if t >= HALF:
-                                decay = T.exp2(g_s[p, t] - g_s[p, HALF + r])
-                                columns[2 * p + 1, r, t - HALF] = T.Select(
-                                    t > HALF + r, beta_s[p, t] * decay * right[t, r], 0.0
-                                )
-                        for t, r in T.Parallel(C, HALF):
-                            if t >= HALF:
-                                across = beta_s[p, t] * from_middle[p, t] * (from_middle[p, r] * left[t, r])
-                                a_high[p, t - HALF, r] = across
-                                a_low[p, t - HALF, r] = _low(across)
+                    for i in T.unroll(2):
+                        row_gates[i] = g_s[p, warp * 16 + lane // 4 + 8 * i]
+                        row_betas[i] = beta_s[p, warp * 16 + lane // 4 + 8 * i]
+                    for j, e in T.grid(4, 2):
+                        left_gates[2 * j + e] = g_s[p, 8 * j + lane % 4 * 2 + e]
+                        own_gates[2 * j + e] = g_s[p, warp // 2 * HALF + 8 * j + lane % 4 * 2 + e]
+                    for j, i, e in T.grid(4, 2, 2):
+                        is_below = warp % 2 * 16 + lane // 4 + 8 * i > 8 * j + lane % 4 * 2 + e
+                        near[4 * j + 2 * i + e] = T.Select(
+                            is_below, row_betas[i] * T.exp2(row_gates[i] - own_gates[2 * j + e]) * own[4 * j + 2 * i + e], 0.0
+                        )
+                    for j, i, e in T.grid(2, 2, 2):
+                        columns[p, warp, 8 * j + lane % 4 * 2 + e, lane // 4 + 8 * i] = T.Select(
+                            warp % 2 == 1, near[8 + 4 * j + 2 * i + e], near[4 * j + 2 * i + e]
+                        )
+                    if warp % 2 == 1:
+                        for j, i in T.grid(2, 2):
+                            for e in T.vectorized(2):
+                                below[2 * p + warp // 2, lane // 4 + 8 * i, 8 * j + lane % 4 * 2 + e] = near[
+                                    4 * j + 2 * i + e
+                                ]
+                    if warp >= 2:
+                        for j, i, e in T.grid(4, 2, 2):
+                            near[4 * j + 2 * i + e] = (
+                                row_betas[i]
+                                * T.exp2(row_gates[i] - left_gates[2 * j + e])
+                                * between[4 * j + 2 * i + e]
+                            )
+                        for j, i in T.grid(4, 2):
+                            for e in T.vectorized(2):
+                                across[p, warp % 2 * 16 + lane // 4 + 8 * i, 8 * j + lane % 4 * 2 + e] = near[
+                                    4 * j + 2 * i + e
+                                ]
                 T.sync_threads()
-                if tx < C * P:  # a thread has a column of its block of sixteen rows
-                    part, column = row // SIXTEENTH, row % SIXTEENTH
-                    corner = part % 2 * SIXTEENTH
-                    for i in T.unroll(SIXTEENTH):
+                mine = tx // 64
+                hv = first_head + mine
+                if mine < P:  # a thread has a column of its block of sixteen rows
+                    part, column = tx % 64 // TILE, tx % TILE
+                    for i in T.unroll(TILE):
                         x[i] = T.Select(i == column, 1.0, 0.0)
-                    for m in T.unroll(SIXTEENTH):
-                        for i in T.unroll(SIXTEENTH):
+                    for m in T.unroll(TILE):
+                        for i in T.unroll(TILE):
                             if i > m:
-                                x[i] -= columns[mine * 2 + part // 2, corner + m, corner + i] * x[m]
-                    for i in T.unroll(SIXTEENTH):
-                        x_high[mine * 2 + part // 2, part % 2 * SIXTEENTH + i, row % HALF] = x[i]
-                        x_low[mine * 2 + part // 2, part % 2 * SIXTEENTH + i, row % HALF] = _low(x[i])
+                                x[i] -= columns[mine, part, m, i] * x[m]
+                    for i in T.unroll(TILE):
+                        row = part * TILE + i
+                        x_s[mine, row, tx % HALF] = x[i]
+                        solved[slot, hv, row, tx % 64] = x[i] * beta_s[mine, tx % 64]
+                        if keep != 0 and row < rows:
+                            inverse[batch, first + row, hv, tx % 64] = x[i]
                 T.sync_threads()
-                if tx < 32:
-                    merge_sixteenths(0, columns, l_high, l_low, x_high, x_low, y_high, y_low)
-                elif tx < 64:
-                    merge_sixteenths(1, columns, l_high, l_low, x_high, x_low, y_high, y_low)
-                elif P == 2:
-                    if tx < 96:
-                        merge_sixteenths(2 * P - 2, columns, l_high, l_low, x_high, x_low, y_high, y_low)
-                    else:
-                        merge_sixteenths(2 * P - 1, columns, l_high, l_low, x_high, x_low, y_high, y_low)
+                half = warp % 2
+                if mine < P:  # a warp has a half: -R L P between its blocks of 16 rows
+                    T.clear(product)
+                    load_tile(x_s, (mine,), half * HALF + TILE, TILE, operand, 0, False)
+                    load_tile(below, (2 * mine + half,), 0, 0, other, 0, True)
+                    multiply_add(operand, 0, other, 0, product, 0)
+                    as_left_operand(product, 0, operand, 0)
+                    load_tile(x_s, (mine,), half * HALF, 0, other, 0, True)
+                    T.clear(product)
+                    multiply_add(operand, 0, other, 0, product, 0)
+                    for j, i in T.grid(2, 2):
+                        for e in T.vectorized(2):
+                            x_s[mine, half * HALF + TILE + lane // 4 + 8 * i, 8 * j + lane % 4 * 2 + e] = -product[
+                                4 * j + 2 * i + e
+                            ]
+                    where = (slot, mine, hv, half * HALF + TILE, half * HALF)
+                    put(where, batch, first, rows, product, beta_s, solved, inverse, keep)
                 T.sync_threads()
-                for p in T.unroll(P):
-                    _gemm_split(a_high[p, :, :], a_low[p, :, :], x_high[2 * p, :, :], x_low[2 * p, :, :], z)
-                    for i, j in T.Parallel(HALF, HALF):
-                        z_high[p, i, j] = z[i, j]
-                        z_low[p, i, j] = _low(z[i, j])
-                T.sync_threads()
-                for p in T.unroll(P):
-                    _gemm_split(x_high[2 * p + 1, :, :], x_low[2 * p + 1, :, :], z_high[p, :, :], z_low[p, :, :], z)
-                    T.sync_threads()
-                    for i, j in T.Parallel(HALF, HALF):
-                        z_high[p, i, j] = -z[i, j]
-                        z_low[p, i, j] = -_low(z[i, j])
-                T.sync_threads()
-                for p in T.unroll(P):
-                    hv_p = first_head + p
-                    for i, j in T.Parallel(HALF, HALF):
-                        m = T.cast(x_high[2 * p, i, j], "float32") + T.cast(x_low[2 * p, i, j], "float32")
-                        solved[slot, hv_p, i, j] = T.Select(i < rows, m * beta_s[p, j], 0.0)
-                        if keep != 0:
-                            if i < rows:
-                                inverse[batch, first + i, hv_p, j] = m
-                    for i, j in T.Parallel(HALF, HALF):
-                        m = T.cast(z_high[p, i, j], "float32") + T.cast(z_low[p, i, j], "float32")
-                        solved[slot, hv_p, HALF + i, j] = T.Select(HALF + i < rows, m * beta_s[p, j], 0.0)
-                        if keep != 0:
-                            if HALF + i < rows:
-                                inverse[batch, first + HALF + i, hv_p, j] = m
-                    for i, j in T.Parallel(HALF, HALF):
-                        m = T.cast(x_high[2 * p + 1, i, j], "float32") + T.cast(x_low[2 * p + 1, i, j], "float32")
-                        solved[slot, hv_p, HALF + i, HALF + j] = T.Select(HALF + i < rows, m * beta_s[p, HALF + j], 0.0)
-                        if keep != 0:
-                            if HALF + i < rows:
-                                inverse[batch, first + HALF + i, hv_p, HALF + j] = m
-                    for i, j in T.Parallel(HALF, HALF):
-                        solved[slot, hv_p, i, HALF + j] = 0
-                        if keep != 0:
-                            if i < rows:
-                                inverse[batch, first + i, hv_p, HALF + j] = 0
+                if mine < P:  # a warp has 16 of the rows between the halves
+                    T.clear(product)
+                    for step in T.unroll(2):
+                        if step <= half:  # R is zero above its blocks of 16 rows
+                            load_tile(x_s, (mine,), HALF + half * TILE, step * TILE, operand, 0, False)
+                            for j in T.unroll(2):
+                                load_tile(across, (mine,), step * TILE, j * TILE, other, 0, True)
+                                multiply_add(operand, 0, other, 0, product, 8 * j)
+                    for j in T.unroll(2):
+                        as_left_operand(product, 8 * j, operand, 8 * j)
+                    T.clear(product)
+                    for j, step in T.grid(2, 2):
+                        if step >= j:  # and so is P
+                            load_tile(x_s, (mine,), step * TILE, j * TILE, other, 0, True)
+                            multiply_add(operand, 8 * step, other, 0, product, 8 * j)
+                    for j in T.unroll(2):
+                        for e in T.unroll(8):
+                            x[e] = product[8 * j + e]
+                        where = (slot, mine, hv, HALF + half * TILE, j * TILE)
+                        put(where, batch, first, rows, x, beta_s, solved, inverse, keep)
 
     return gated_delta_rule_solve

@@ -19,7 +19,7 @@ from typing import Any
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 from tilelang.layout import make_swizzled_layout
 
-from chunkwise_tilelang.tiles.sequences import sequence_rows
+from chunkwise_tilelang.tiles.sequences import segment_rows, sequence_rows
 from chunkwise_tilelang.tiles.transposed import load_transposed, place, store_transposed
 
 _ROWS = T.GemmWarpPolicy.FullRow
@@ -42,9 +42,11 @@ def _put(out, scale, registers, tile, turn, group, full, empty):
 
 def fused(
     *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int,
-    registers: tuple[int, int, int], dtype: str, ragged: bool,
+    registers: tuple[int, int, int], dtype: str, ragged: bool, segmented: bool,
 ) -> Any:  # fmt: skip
     """o and the final states, from the solved chunks.
+
+    A block has a whole sequence, or a segment of one, whose entry state then stands in ``initial``.
 
     Args:
         heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
@@ -53,6 +55,7 @@ def fused(
         registers: of a thread that has states, that computes P, and that loads or stores.
         dtype: of the activations.
         ragged: whether the sequences are found by offsets.
+        segmented: whether blocks have segments.
     """
     H, HV, K, V, C, S, G = heads, value_heads, key_width, value_width, 64, stages, groups
     blocks = V // (64 * G)
@@ -63,7 +66,7 @@ def fused(
 
     @T.macro
     def consume(group, tile, place_of, turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s, rings):
-        n, hv, first = place_of
+        entry, leaving, hv, first = place_of
         has_initial, has_final = flags
         ready, empty, free, o_full, o_empty = rings
         s = T.alloc_fragment((64, K), "float32")
@@ -81,7 +84,7 @@ def fused(
         at = T.alloc_var("int32")
         if has_initial != 0:
             for v, c in T.Parallel(64, K):
-                s[v, c] = initial[n, hv, c, first + v]
+                s[v, c] = initial[entry, hv, c, first + v]
         else:
             T.clear(s)
         T.copy(s, s_operand)
@@ -140,7 +143,7 @@ def fused(
             T.wait_wgmma(0)
         if has_final != 0:
             for v, c in T.Parallel(64, K):
-                final[n, hv, c, first + v] = s[v, c]
+                final[leaving, hv, c, first + v] = s[v, c]
 
     @T.macro
     def compute_pairs(turns, length, k_s, q_s, v_s, p_s, d_s, raw, ready, free):
@@ -195,6 +198,8 @@ def fused(
         o: T.Tensor((B, TT, HV, V), dtype),
         final: T.Tensor((N1, HV, K, V), "float32"),
         N: T.int32,
+        steps: T.int32,
+        chunks: T.int32,
         scale: T.float32,
         has_initial: T.int32,
         has_final: T.int32,
@@ -222,21 +227,37 @@ def fused(
             o_full = T.alloc_barrier(arrive_count=[128] * G)
             o_empty = T.alloc_barrier(arrive_count=[32] * G)
 
-            batch, start, length, slot = sequence_rows(n, cu_seqlens, TT, C, ragged)
+            batch, start, length, slot, leaving, leaves = (T.alloc_var("int32") for _ in range(6))
+            if segmented:
+                of, begin, count, chunk, ends = segment_rows(n, cu_seqlens, offsets - 1, steps, TT, C, chunks, ragged)
+                batch = 0 if ragged else of
+                start = begin
+                length = count
+                slot = chunk
+                leaving = of
+                leaves = T.Select(ends == 1, has_final, 0)
+            else:
+                row, begin, count, chunk = sequence_rows(n, cu_seqlens, TT, C, ragged)
+                batch = row
+                start = begin
+                length = count
+                slot = chunk
+                leaving = n
+                leaves = has_final
             turns = T.ceildiv(length, C)
-            flags = (has_initial, has_final)
+            flags = (has_initial, leaves)
             rings = (ready, empty, free, o_full, o_empty)
 
             tx = T.get_thread_binding()
             if tx < 128:
                 T.set_max_nreg(with_states, 1)
                 consume(
-                    0, o_0, (n, hv, first), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s, rings
+                    0, o_0, (n, leaving, hv, first), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s, rings
                 )
             elif tx < consumers:
                 T.set_max_nreg(with_states, 1)
                 consume(
-                    G - 1, o_1, (n, hv, first + 64), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s,
+                    G - 1, o_1, (n, leaving, hv, first + 64), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s,
                     rings,
                 )  # fmt: skip
             elif tx < consumers + 128:

@@ -12,6 +12,7 @@ from torch import Tensor
 from chunkwise.verifier.facts import Facts
 from chunkwise_tilelang.gated_delta_rule.kernels import solve
 from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
+from chunkwise_tilelang.gated_delta_rule.kernels_split_sm90 import compose, summarise
 from chunkwise_tilelang.gated_delta_rule.schedules import Schedule
 from chunkwise_tilelang.tiles.l2norm import l2_normalise
 from chunkwise_tilelang.toolkit import compile as compiling
@@ -31,7 +32,17 @@ def fused_constants(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) 
     """The constants of the fused kernel for heads and widths ``(H, HV, K, V)``."""
     sizes = dict(zip(("heads", "value_heads", "key_width", "value_width"), shape, strict=True))
     tiles = {"groups": schedule.groups, "stages": schedule.stages, "registers": schedule.registers}
-    return {**sizes, **tiles, "dtype": dtype, "ragged": ragged}
+    return {**sizes, **tiles, "dtype": dtype, "ragged": ragged, "segmented": schedule.segment > 0}
+
+
+def split_work(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> list[compiling.Work]:
+    """The kernels that find the entry states of segments, with their constants."""
+    sizes = dict(zip(("heads", "value_heads", "key_width", "value_width"), shape, strict=True))
+    both = {name: sizes[name] for name in ("value_heads", "key_width", "value_width")}
+    return [
+        (summarise, {**sizes, "groups": schedule.summary_groups, "stages": schedule.stages, "dtype": dtype, "ragged": ragged}),
+        (compose, {**both, "ragged": ragged}),
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -40,6 +51,11 @@ def _launchers(schedule: Schedule, device: int, shape: Shape, dtypes: tuple[str,
         compiling.kernel(solve, device, **_solve_constants(shape, dtypes, ragged)),
         compiling.kernel(fused, device, **fused_constants(schedule, shape, dtypes[0], ragged)),
     )
+
+
+@lru_cache(maxsize=256)
+def _split_launchers(schedule: Schedule, device: int, shape: Shape, dtype: str, ragged: bool) -> list[Any]:
+    return [compiling.kernel(b, device, **constants) for b, constants in split_work(schedule, shape, dtype, ragged)]
 
 
 @lru_cache(maxsize=64)
@@ -95,11 +111,36 @@ def forward(
     launch_solve(k, g, beta, where, solved, decays, kept["inverse"], kept["g_cumsum"], steps, int(bool(saved)))
     absent = _never_read(v.device, torch.float32, (1, *state_shape[1:]))
     initial = inputs.initial_state
+    places, chunks = sequences, schedule.segment
+    if chunks:
+        initial = _entry_states(schedule, inputs, (k, solved, decays, where), shape, steps)
+        places = initial.shape[0]
     launch_fused(
         q, k, v, solved, decays, where, absent if initial is None else initial, o, absent if final is None else final,
-        sequences, inputs.scale, int(initial is not None), int(final is not None),
+        places, steps, chunks, inputs.scale, int(initial is not None), int(final is not None),
     )  # fmt: skip
     return (o, final), saved
+
+
+def _entry_states(
+    schedule: Schedule, inputs: Any, tensors: tuple[Tensor, Tensor, Tensor, Tensor], shape: Shape, steps: int
+) -> Tensor:
+    """The entry state of every segment."""
+    k, solved, decays, where = tensors
+    v, initial, ragged, chunks = inputs.v, inputs.initial_state, inputs.cu_seqlens is not None, schedule.segment
+    (batch, rows), (_, value_heads, key_width, value_width) = v.shape[:2], shape
+    sequences, width = (len(where) - 1 if ragged else batch), chunks * schedule.chunk_size
+    segments = rows // width + sequences if ragged else batch * -(-rows // width)
+    maps = v.new_empty(segments, value_heads, 2, key_width, key_width, dtype=torch.bfloat16)
+    states = [v.new_empty(segments, value_heads, key_width, value_width, dtype=torch.float32) for _ in range(2)]
+    launch_summarise, launch_compose = _split_launchers(schedule, v.device.index, shape, _DTYPES[v.dtype], ragged)
+    launch_summarise(k, v, solved, decays, where, maps, states[0], steps, chunks)
+    absent = _never_read(v.device, torch.float32, (1, value_heads, key_width, value_width))
+    launch_compose(
+        maps, states[0], where, absent if initial is None else initial, states[1],
+        sequences, rows, chunks, int(initial is not None),
+    )  # fmt: skip
+    return states[1]
 
 
 def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
@@ -112,6 +153,8 @@ def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
         (solve, _solve_constants(shape, (activations, gates, betas), ragged)),
         (fused, fused_constants(schedule, shape, activations, ragged)),
     ]
+    if schedule.segment:
+        work += split_work(schedule, shape, activations, ragged)
     if facts.flag("use_qk_l2norm_in_kernel"):
         work.append((l2_normalise, {"width": key_width, "dtype": activations}))
     compiling.build(work, torch.cuda.current_device())

@@ -19,8 +19,13 @@ REGISTERS = {1: (240, 160, 40), 2: (208, 72, 24)}
 """Of a thread that has states, that computes pairs, that copies, by groups: the first needs what ptxas takes without
 spills, out of 65,536 for all."""
 
-# The time of a block with two groups over that of one with one, both alone on their multiprocessor (NOTES.md).
-_TWO_GROUPS_COST = 1.75
+# Time of a chunk by the number of groups of a block, in units of what the fused kernel takes with one: NOTES.md.
+_FUSED_TIME = {1: 1.0, 2: 1.75}
+_SUMMARY_TIME = {1: 0.8, 2: 1.0}
+# The same for what a split costs beside its chunks: a step of the composition, and two launches.
+_COMPOSITION_TIME = 1.6
+_LAUNCHES_TIME = 8.0
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Schedule:
         stages: chunks that it loads ahead.
         registers: of its threads, by role: states, pairs, copies.
         shared_memory_bytes: that it takes.
+        segment: chunks of a segment, where sequences are split; 0 where they are not.
+        summary_groups: warpgroups of 64 columns in a block of the summarising kernel.
     """
 
     chunk_size: int
@@ -40,6 +47,8 @@ class Schedule:
     stages: int
     registers: tuple[int, int, int]
     shared_memory_bytes: int
+    segment: int = 0
+    summary_groups: int = 1
 
 
 def fused_bytes(key_width: int, groups: int, stages: int = STAGES) -> int:
@@ -49,19 +58,53 @@ def fused_bytes(key_width: int, groups: int, stages: int = STAGES) -> int:
     return stages * a_stage + pairs + outputs + _BARRIERS_BYTES
 
 
-def _groups(facts: Facts) -> int:
-    """One or two groups a block: the fewer rounds over the multiprocessors, each weighed by what it takes."""
-    if facts.size("V") % (2 * GROUP_WIDTH):
-        return 1
-    states = facts.size("N") * facts.size("HV") * facts.size("V") // GROUP_WIDTH
-    rounds = {groups: -(-states // (groups * facts.device.sm_count)) for groups in (1, 2)}
-    return 1 if rounds[1] <= rounds[2] * _TWO_GROUPS_COST else 2
+def summarise_bytes(key_width: int, groups: int, stages: int = STAGES) -> int:
+    """Shared memory of the summarising kernel: k, v, the solved chunk and two fp32 rows a stage."""
+    return stages * (2 * CHUNK * (key_width + groups * GROUP_WIDTH + CHUNK) + 2 * 4 * CHUNK) + _BARRIERS_BYTES
+
+
+def compose_bytes(key_width: int) -> int:
+    """Shared memory of the composing kernel: two bf16 parts of two maps."""
+    return 2 * 2 * 2 * key_width * key_width + _BARRIERS_BYTES
+
+
+def _time(facts: Facts, groups: int, segments: int, summary_groups: int) -> float:
+    """What a layout is expected to take, by rounds over the multiprocessors."""
+    sequences, value_heads, keys, columns = (facts.size(axis) for axis in ("N", "HV", "K", "V"))
+    chunks = -(-_chunks(facts) // segments)
+
+    def rounds(blocks: int) -> int:
+        return -(-blocks // facts.device.sm_count)
+
+    def blocks(segments: int, columns: int, groups: int) -> int:
+        return sequences * segments * value_heads * -(-columns // (groups * GROUP_WIDTH))
+
+    fused = rounds(blocks(segments, columns, groups)) * chunks * _FUSED_TIME[groups]
+    if segments == 1:
+        return fused
+    summaries = rounds(blocks(segments - 1, columns + keys, summary_groups)) * chunks * _SUMMARY_TIME[summary_groups]
+    return fused + summaries + segments * _COMPOSITION_TIME + _LAUNCHES_TIME
+
+
+def _chunks(facts: Facts) -> int:
+    """Chunks of a sequence, if all are alike."""
+    return -(-facts.size("B") * facts.size("T") // (max(facts.size("N"), 1) * CHUNK))
+
+
+def layout(facts: Facts) -> tuple[int, int, int]:
+    """Groups of a block, chunks of a segment (0: no split), groups of a summary's block: the fastest by the model."""
+    chunks = _chunks(facts)
+    groups = (1, 2) if facts.size("V") % (2 * GROUP_WIDTH) == 0 else (1,)
+    splits = [s for s in _SPLITS if s == 1 or s <= chunks // 2]
+    choices = [(g, s, m) for s in splits for g in groups for m in (1, 2)]
+    best = min(choices, key=lambda choice: _time(facts, *choice))
+    return best[0], 0 if best[1] == 1 else -(-chunks // best[1]), best[2]
 
 
 def schedule(facts: Facts) -> Schedule | DoesNotFit:
     """Blocks that keep the device busy, if they fit it."""
-    groups = _groups(facts)
+    groups, segment, summary_groups = layout(facts)
     need, have = fused_bytes(facts.size("K"), groups), facts.device.shared_memory_bytes
     if need > have:
         return DoesNotFit(need, have)
-    return Schedule(CHUNK, groups, STAGES, REGISTERS[groups], need)
+    return Schedule(CHUNK, groups, STAGES, REGISTERS[groups], need, segment, summary_groups)

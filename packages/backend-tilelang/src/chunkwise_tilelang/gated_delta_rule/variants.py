@@ -8,6 +8,7 @@ from typing import Any
 from chunkwise_tilelang.gated_delta_rule import schedules
 from chunkwise_tilelang.gated_delta_rule.kernels import solve
 from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
+from chunkwise_tilelang.gated_delta_rule.kernels_split_sm90 import compose, summarise
 from chunkwise_tilelang.tiles.l2norm import l2_normalise
 from chunkwise_tilelang.toolkit.variants import Variant
 
@@ -17,13 +18,15 @@ _HEADS = {"heads": 2, "value_heads": 4}
 _SPILL_BYTES = {1: 0, 2: 400}
 
 # Of the solving kernel by the value heads that it takes together, with K = 128; no schedule chooses between them.
-_SOLVE_BYTES = {1: 26_112, 2: 52_224}
+_SOLVE_BYTES = {1: 16_896, 2: 20_480}
 
 
 def variants(whole: bool) -> Sequence[Variant]:
     """Every kernel, or one of each number of groups, width and way to find a chunk."""
     found = [_fused(key_width, groups, ragged, dtype) for key_width, groups, ragged, dtype in _choices(whole)]
     found += [_solve(heads, ragged, dtype) for heads, ragged, dtype in _solve_choices(whole)]
+    found += [_summarise(key_width, groups, ragged, dtype) for key_width, groups, ragged, dtype in _summaries(whole)]
+    found += [_compose(key_width, ragged) for key_width, ragged in _compositions(whole)]
     width = {"width": 128, "dtype": "bfloat16"}
     return [*found, Variant("gated delta rule, L2 norm", l2_normalise, width, _ARCH, 0)]
 
@@ -45,6 +48,7 @@ def _fused(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
         **_HEADS,
         **{"key_width": key_width, "value_width": 128, "groups": groups, "stages": schedules.STAGES},
         **{"registers": schedules.REGISTERS[groups], "dtype": dtype, "ragged": ragged},
+        "segmented": ragged,
     }
     name = f"gated delta rule, fused, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
     return Variant(name, fused, constants, _ARCH, schedules.fused_bytes(key_width, groups), _SPILL_BYTES[groups])
@@ -61,3 +65,26 @@ def _solve(heads: int, ragged: bool, dtype: str) -> Variant:
     constants = {**sizes, "dtype": dtype, "g_dtype": "float32", "beta_dtype": dtype, "ragged": ragged}
     name = f"gated delta rule, solve, {heads} heads, {'ragged' if ragged else 'dense'}, {dtype}"
     return Variant(name, solve, constants, _ARCH, _SOLVE_BYTES[heads])
+
+
+def _summaries(whole: bool) -> list[tuple[int, int, bool, str]]:
+    dtypes = ("bfloat16", "float16")
+    every = [(k, g, ragged, dtype) for k in (64, 128) for g in (1, 2) for ragged in (False, True) for dtype in dtypes]
+    return every if whole else [(128, 1, True, "bfloat16"), (128, 2, False, "float16")]
+
+
+def _summarise(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
+    sizes = {"key_width": key_width, "value_width": 128, "groups": groups, "stages": schedules.STAGES}
+    constants = {**_HEADS, **sizes, "dtype": dtype, "ragged": ragged}
+    name = f"gated delta rule, summaries, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
+    return Variant(name, summarise, constants, _ARCH, schedules.summarise_bytes(key_width, groups))
+
+
+def _compositions(whole: bool) -> list[tuple[int, bool]]:
+    return [(k, ragged) for k in (64, 128) for ragged in (False, True)] if whole else [(128, True)]
+
+
+def _compose(key_width: int, ragged: bool) -> Variant:
+    constants = {"value_heads": 4, "key_width": key_width, "value_width": 128, "ragged": ragged}
+    name = f"gated delta rule, composition, K {key_width}, {'ragged' if ragged else 'dense'}"
+    return Variant(name, compose, constants, _ARCH, schedules.compose_bytes(key_width))

@@ -35,26 +35,72 @@ def sequence_rows(n, cu_seqlens, rows, chunk_size, ragged):
 
 
 @T.macro
-def chunk_rows(slot, cu_seqlens, sequences, steps, rows, chunk_size, ragged):
-    """Row of the batch, first row in it and number of rows of the chunk in a slot; none in an empty slot.
+def owner_of(slot, cu_seqlens, sequences, steps, rows, width):
+    """The last sequence whose first slot, of ``width`` rows, is not behind a slot: ``steps`` halvings find it."""
+    low, high = (T.alloc_var("int32") for _ in range(2))
+    low = 0
+    high = sequences - 1
+    for _ in T.serial(steps):
+        middle = (low + high + 1) // 2
+        before = T.max(T.min(cu_seqlens[middle], rows), 0) // width + middle <= slot
+        low = T.Select(before, middle, low)
+        high = T.Select(before, high, middle - 1)
+    return low
 
-    The owner of a slot is the last sequence whose first slot is not behind it: ``steps`` halvings find it.
-    """
-    batch, first, count, low, high = (T.alloc_var("int32") for _ in range(5))
+
+@T.macro
+def chunk_rows(slot, cu_seqlens, sequences, steps, rows, chunk_size, ragged):
+    """Row of the batch, first row in it and number of rows of the chunk in a slot; none in an empty slot."""
+    batch, first, count = (T.alloc_var("int32") for _ in range(3))
     if ragged:
-        low = 0
-        high = sequences - 1
-        for _ in T.serial(steps):
-            middle = (low + high + 1) // 2
-            before = T.max(T.min(cu_seqlens[middle], rows), 0) // chunk_size + middle <= slot
-            low = T.Select(before, middle, low)
-            high = T.Select(before, high, middle - 1)
-        begin, end = first_and_end(cu_seqlens, low, rows)
+        n = owner_of(slot, cu_seqlens, sequences, steps, rows, chunk_size)
+        begin, end = first_and_end(cu_seqlens, n, rows)
         batch = 0
-        first = begin + (slot - begin // chunk_size - low) * chunk_size
+        first = begin + (slot - begin // chunk_size - n) * chunk_size
         count = T.min(end - first, chunk_size)
     else:
         batch = slot // T.ceildiv(rows, chunk_size)
         first = slot % T.ceildiv(rows, chunk_size) * chunk_size
         count = T.min(rows - first, chunk_size)
     return batch, first, count
+
+
+@T.macro
+def segment_rows(slot, cu_seqlens, sequences, steps, rows, chunk_size, chunks, ragged):
+    """Sequence, first row, number of rows and first chunk's slot of the segment of ``chunks`` chunks in a slot.
+
+    Segments have slots as chunks have. The last value says whether one ends its sequence (1), another follows (0), or
+    the slot is empty (-1); an empty sequence has one segment without rows.
+    """
+    n, first, count, chunk, ends = (T.alloc_var("int32") for _ in range(5))
+    width = chunks * chunk_size
+    if ragged:
+        n = owner_of(slot, cu_seqlens, sequences, steps, rows, width)
+        begin, end = first_and_end(cu_seqlens, n, rows)
+        index = slot - begin // width - n
+        first = begin + index * width
+        count = T.max(T.min(end - first, width), 0)
+        chunk = begin // chunk_size + n + index * chunks
+        ends = T.Select(index > 0 and first >= end, -1, T.Select(first + width >= end, 1, 0))
+    else:
+        n = slot // T.ceildiv(rows, width)
+        first = slot % T.ceildiv(rows, width) * width
+        count = T.min(rows - first, width)
+        chunk = n * T.ceildiv(rows, chunk_size) + first // chunk_size
+        ends = T.Select(first + width >= rows, 1, 0)
+    return n, first, count, chunk, ends
+
+
+@T.macro
+def segments_of(n, cu_seqlens, rows, chunk_size, chunks, ragged):
+    """Slot of a sequence's first segment of ``chunks`` chunks, and how many it has: one at least."""
+    slot, count = (T.alloc_var("int32") for _ in range(2))
+    width = chunks * chunk_size
+    if ragged:
+        begin, end = first_and_end(cu_seqlens, n, rows)
+        slot = begin // width + n
+        count = T.max(T.ceildiv(end - begin, width), 1)
+    else:
+        slot = n * T.ceildiv(rows, width)
+        count = T.ceildiv(rows, width)
+    return slot, count

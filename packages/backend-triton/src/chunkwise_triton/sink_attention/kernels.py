@@ -184,7 +184,7 @@ def forward_kernel(
     new = tl.maximum(top, sink * LOG2E)
     kept = tl.exp2(top - new)
     whole = total * kept + tl.exp2(sink * LOG2E - new)
-    acc *= tl.where(whole > 0.0, kept / whole, 0.0)[:, None]
+    acc = acc * kept[:, None] / tl.where(whole > 0.0, whole, 1.0)[:, None]
     store_tile(row_pointer(o, first, head, HQ, D), acc, t * HQ + g, D, d, D, t < count)
     if KEEP:
         value = tl.where(total > 0.0, (new + tl.log2(whole)) * LN2, sink)
@@ -205,27 +205,31 @@ def statistics_kernel(
     row = g.to(tl.int64) * T + t
     d = tl.arange(0, BD)
     live = t < count
-    value = tl.zeros((BM,), tl.float32)
+    # A row that sees one key has gradients that are what is left of d_o . v_j - delta: fp32 keeps delta in two numbers.
+    SUM_IN: tl.constexpr = tl.float64 if o.dtype.element_ty == tl.float32 else tl.float32
+    value = tl.zeros((BM,), SUM_IN)
     if HAS_DO:
         o_tile = load_tile(row_pointer(o, first, head, HQ, D), t * HQ + g, D, d, D, BD, live, True)  # [BM, BD]
         d_tile = load_tile(row_pointer(d_o, first, head, HQ, D), t * HQ + g, D, d, D, BD, live, True)  # [BM, BD]
-        value += tl.sum(o_tile.to(tl.float32) * d_tile.to(tl.float32), 1)
+        value += tl.sum(o_tile.to(SUM_IN) * d_tile.to(SUM_IN), 1)
     if HAS_LSE:
         value -= load_live(d_lse + row_index(n, first, head, T, HQ, RAGGED) + row, live, True)
     logs = load_live(lse + row_index(n, first, head, T, HQ, RAGGED) + row, live, True)
     at = statistics + (row_index(n, first, head, T, HQ, RAGGED) + row) * 4
     tl.store(at, logs * LOG2E, mask=live)
-    tl.store(at + 1, value, mask=live)
+    high = value.to(tl.float32)
+    tl.store(at + 1, high, mask=live)
+    tl.store(at + 2, (value - high).to(tl.float32), mask=live)
     if SUM:
         sink = tl.load(sinks + head + g)
         share = tl.where(live & (sink > float("-inf")), tl.exp2((sink - logs) * LOG2E), 0.0)
-        each = tl.sum(tl.reshape(share * value, (BM // PACK, PACK)), 0)
+        each = tl.sum(tl.reshape(share * high, (BM // PACK, PACK)), 0)
         tl.store(sums + slot.to(tl.int64) * HQ + head + tl.arange(0, PACK), -each)
 
 
 @triton.jit
 def query_step(
-    q_tile, d_tile, acc, logs, delta, k_at, v_at, begin, high, position, c, window,
+    q_tile, d_tile, acc, logs, delta, delta_low, k_at, v_at, begin, high, position, c, window,
     HK: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, DOT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +245,10 @@ def query_step(
     if MASKED:
         key = begin + j[None, :]
         p = tl.where(seen(position[:, None], key, window, CAUSAL, WINDOWED) & (key < high), p, 0.0)
-    ds = p * (tl.dot(d_tile, tl.trans(v_tile), input_precision="tf32x3") - delta[:, None])
+    dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="tf32x3") - delta[:, None]
+    if tl.float32 == DOT:
+        dp -= delta_low[:, None]
+    ds = p * dp
     return tl.dot(ds.to(DOT), k_tile, acc, input_precision="tf32x3")
 
 
@@ -272,6 +279,7 @@ def query_gradient_kernel(
     at = statistics + (row_index(n, first, head, T, HQ, RAGGED) + row) * 4
     logs = load_live(at, live, True)
     delta = load_live(at + 1, live, True)
+    delta_low = load_live(at + 2, live, True)
     c = scale * LOG2E
     k_at = row_pointer(k, key_start, key_head, HK, D)
     v_at = row_pointer(v, key_start, key_head, HK, D)
@@ -279,17 +287,17 @@ def query_gradient_kernel(
     if WINDOWED:
         for at in tl.range(low, begin, BN):
             acc = query_step(
-                q_tile, d_tile, acc, logs, delta, k_at, v_at, at, high, position, c, window,
+                q_tile, d_tile, acc, logs, delta, delta_low, k_at, v_at, at, high, position, c, window,
                 HK, D, BN, BD, DOT, CAUSAL, WINDOWED, True,
             )  # fmt: skip
     for at in tl.range(begin, end, BN):
         acc = query_step(
-            q_tile, d_tile, acc, logs, delta, k_at, v_at, at, high, position, c, window,
+            q_tile, d_tile, acc, logs, delta, delta_low, k_at, v_at, at, high, position, c, window,
             HK, D, BN, BD, DOT, CAUSAL, WINDOWED, False,
         )  # fmt: skip
     for at in tl.range(end, high, BN):
         acc = query_step(
-            q_tile, d_tile, acc, logs, delta, k_at, v_at, at, high, position, c, window,
+            q_tile, d_tile, acc, logs, delta, delta_low, k_at, v_at, at, high, position, c, window,
             HK, D, BN, BD, DOT, CAUSAL, WINDOWED, True,
         )  # fmt: skip
     store_tile(row_pointer(dq, first, head, HQ, D), acc * scale, t * HQ + g, D, d, D, live)
@@ -322,7 +330,10 @@ def key_step(
         dv_acc = tl.dot(p.to(DOT), d_tile, dv_acc, input_precision="tf32x3")
     if DK:
         delta = tl.sum(tl.where(e[None, :] == 1, pairs, 0.0), 1)
-        ds = p * (tl.dot(v_tile, tl.trans(d_tile), input_precision="tf32x3") - delta[None, :])
+        dp = tl.dot(v_tile, tl.trans(d_tile), input_precision="tf32x3") - delta[None, :]
+        if tl.float32 == DOT:
+            dp -= tl.sum(tl.where(e[None, :] == 2, pairs, 0.0), 1)[None, :]
+        ds = p * dp
         dk_acc = tl.dot(ds.to(DOT), q_tile, dk_acc, input_precision="tf32x3")
     return dk_acc, dv_acc
 

@@ -131,7 +131,8 @@ def shared_memory_bytes(kernel: str, tile: Tile, width: int, dot: str) -> int:
     elif kernel == "key_gradient":
         read, held = tile.queries, 2 * tile.keys
     rows = held * (2 if dot == "fp32" else 1) + 2 * tile.stages * read
-    return rows * width * BYTES[dot] + 32 * tile.stages * tile.queries
+    pairs = tile.queries * tile.keys  # the weights, where the matrix instruction reads them from memory
+    return (rows * width + pairs) * BYTES[dot] + 32 * tile.stages * tile.queries
 
 
 def schedule(facts: Facts) -> Schedule | DoesNotFit:
@@ -176,4 +177,5 @@ def _interned(
     dot: str, windowed: bool, width: int, forward: Tile, query_gradient: Tile, key_gradient: Tile
 ) -> Schedule:
     tokens = forward.queries // forward.pack
-    return Schedule(tokens, dot, windowed, width, forward, query_gradient, key_gradient, width > (64 if dot == "fp32" else 128))
+    apart = width > (64 if dot == "fp32" else 128)
+    return Schedule(tokens, dot, windowed, width, forward, query_gradient, key_gradient, apart)

@@ -113,6 +113,12 @@ def test_a_device_that_is_too_small_is_told_so():
 def test_only_heads_of_one_group_share_a_block():
     for heads, pack in (((6, 3), 2), ((3, 3), 1), ((12, 1), 4), ((7, 1), 1), ((8, 1), 8)):
         schedule = schedules.schedule(facts("H200", "bf16", 64, 128, heads))
-        for tile in (schedule.forward, schedule.query_gradient, schedule.key_gradient):
-            assert heads[0] // heads[1] % tile.pack == 0
-            assert tile.pack == pack
+        assert [t.pack for t in (schedule.forward, schedule.query_gradient, schedule.key_gradient)] == [pack] * 3
+
+
+def test_narrow_windows_take_other_tiles():
+    narrow, wide, none = (schedules.schedule(facts("H200", "bf16", 64, window)) for window in (128, 2048, None))
+    assert narrow.forward.keys < wide.forward.keys == none.forward.keys
+    assert narrow.key_gradient.pack > wide.key_gradient.pack == 1
+    assert wide.windowed
+    assert not none.windowed

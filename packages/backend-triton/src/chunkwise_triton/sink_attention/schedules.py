@@ -63,21 +63,32 @@ _KERNELS = ("forward", "query_gradient", "key_gradient")
 # Measured on an H200 in bf16; of the others it is known what they take on chip.
 _HOPPER: Mapping[int, _Shapes] = {
     256: {
-        "forward": ((128, 64, 8, 2),),
+        "forward": ((64, 32, 4, 2),),
         "query_gradient": ((128, 32, 8, 2),),
-        "key_gradient": ((32, 128, 8, 2),),
+        "key_gradient": ((32, 64, 4, 2),),
     },
     128: {
         "forward": ((64, 64, 4, 3),),
         "query_gradient": ((128, 64, 8, 3),),
-        "key_gradient": ((32, 64, 4, 2),),
+        "key_gradient": ((32, 64, 4, 3),),
     },
     0: {
         "forward": ((64, 64, 4, 3),),
         "query_gradient": ((64, 64, 4, 3),),
-        "key_gradient": ((64, 64, 4, 2),),
+        "key_gradient": ((64, 64, 4, 3),),
     },
 }
+# A window that few blocks cover: narrow ones leave less of them outside.
+_HOPPER_WINDOW: Mapping[int, _Shapes] = {
+    **_HOPPER,
+    0: {
+        "forward": ((64, 32, 4, 3),),
+        "query_gradient": ((64, 32, 4, 3),),
+        "key_gradient": ((64, 64, 4, 3),),
+    },
+}
+_NARROW = 256
+"""Windows up to here are narrow."""
 _ELSEWHERE: Mapping[int, _Shapes] = {
     256: {
         "forward": ((64, 32, 4, 1),),
@@ -135,12 +146,24 @@ def shared_memory_bytes(kernel: str, tile: Tile, width: int, dot: str) -> int:
     return (rows * width + pairs) * BYTES[dot] + 32 * tile.stages * tile.queries
 
 
+def _narrow(facts: Facts) -> bool:
+    window = facts.flag("window_size")
+    return window is not None and window <= _NARROW
+
+
+def _table(facts: Facts, dot: str) -> Mapping[int, _Shapes]:
+    if facts.device.arch != "sm90":
+        return _ELSEWHERE_FP32 if dot == "fp32" else _ELSEWHERE
+    if dot == "fp32":
+        return _HOPPER_FP32
+    return _HOPPER_WINDOW if _narrow(facts) else _HOPPER
+
+
 def schedule(facts: Facts) -> Schedule | DoesNotFit:
     """The first tile of every list that fits the device."""
     dot = facts.dtype("v") or "fp32"
     width = padded_width(facts.size("D"), dot)
-    tables = {True: (_HOPPER, _HOPPER_FP32), False: (_ELSEWHERE, _ELSEWHERE_FP32)}[facts.device.arch == "sm90"]
-    table = tables[dot == "fp32"]
+    table = _table(facts, dot)
     shapes = table[max(least for least in table if least <= width)]
     chosen: list[Tile] = []
     for kernel in _KERNELS:
@@ -156,20 +179,25 @@ def _first(
 ) -> Tile | DoesNotFit:
     have = facts.device.shared_memory_bytes
     if not have:  # the interpreter has none, and takes none
-        return _packed(facts, _INTERPRETED)
+        return _packed(kernel, facts, _INTERPRETED)
     needs = []
     for shape in shapes:
         tile = Tile(*shape)
         needs.append(shared_memory_bytes(kernel, tile, width, dot))
         if needs[-1] <= have:
-            return _packed(facts, replace(tile, shared_memory_bytes=needs[-1]))
+            return _packed(kernel, facts, replace(tile, shared_memory_bytes=needs[-1]))
     return DoesNotFit(min(needs), have)
 
 
-def _packed(facts: Facts, tile: Tile) -> Tile:
-    """The tile with the heads of a group that fill a block of queries together."""
+def _packed(kernel: str, facts: Facts, tile: Tile) -> Tile:
+    """The tile with the heads of a group that stand in a block of queries together.
+
+    The keys' gradient takes the heads of a group one after the other where each has many queries: rows of one head lie
+    in memory as they are used.
+    """
     group = facts.size("HQ") // facts.size("HK")
-    return replace(tile, pack=min(group & -group, tile.queries))
+    together = kernel != "key_gradient" or _narrow(facts)
+    return replace(tile, pack=min(group & -group, tile.queries) if together else 1)
 
 
 @functools.cache

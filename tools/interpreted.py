@@ -17,7 +17,8 @@ LEAN = "(triton.split-gdn-wy64 or triton.split-simple-gla64) and not torch.chunk
 ATTENTION = (
     "triton.blocked and not torch.blocked and"
     " (TestAccuracy and (fp32 and not padded-window or fp16 and (more-keys or more-queries))"
-    " or test_keys_of_other_sequences_hold_nan or test_a_query_that_sees_no_key or test_public_backward or test_opcheck)"
+    " or test_keys_of_other_sequences_hold_nan or test_a_query_that_sees_no_key"
+    " or test_public_backward or test_opcheck)"
 )
 COVERING = (
     "(TestAccuracy and triton.split and not torch.chunkwise and (fp32 or fp16)"

@@ -187,7 +187,9 @@ def forward_kernel(
     acc = acc * kept[:, None] / tl.where(whole > 0.0, whole, 1.0)[:, None]
     store_tile(row_pointer(o, first, head, HQ, D), acc, t * HQ + g, D, d, D, t < count)
     if KEEP:
-        value = tl.where(total > 0.0, (new + tl.log2(whole)) * LN2, sink)
+        # A sink that outweighs the keys is taken as it is: what base 2 and back rounds is more than the keys' share.
+        largest = tl.where(sink * LOG2E < top, top * LN2, sink)
+        value = tl.where(total > 0.0, largest + tl.log2(whole) * LN2, sink)
         tl.store(lse + row_index(n, first, head, T, HQ, RAGGED) + row, value, mask=t < count)
 
 
@@ -246,7 +248,7 @@ def query_step(
         key = begin + j[None, :]
         p = tl.where(seen(position[:, None], key, window, CAUSAL, WINDOWED) & (key < high), p, 0.0)
     dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="tf32x3") - delta[:, None]
-    if tl.float32 == DOT:
+    if k_tile.dtype == tl.float32:
         dp -= delta_low[:, None]
     ds = p * dp
     return tl.dot(ds.to(DOT), k_tile, acc, input_precision="tf32x3")
@@ -331,7 +333,7 @@ def key_step(
     if DK:
         delta = tl.sum(tl.where(e[None, :] == 1, pairs, 0.0), 1)
         dp = tl.dot(v_tile, tl.trans(d_tile), input_precision="tf32x3") - delta[None, :]
-        if tl.float32 == DOT:
+        if k_tile.dtype == tl.float32:
             dp -= tl.sum(tl.where(e[None, :] == 2, pairs, 0.0), 1)[None, :]
         ds = p * dp
         dk_acc = tl.dot(ds.to(DOT), q_tile, dk_acc, input_precision="tf32x3")

@@ -70,7 +70,7 @@ _HOPPER: Mapping[int, _Shapes] = {
     128: {
         "forward": ((64, 64, 4, 3),),
         "query_gradient": ((128, 64, 8, 3),),
-        "key_gradient": ((32, 64, 4, 3),),
+        "key_gradient": ((64, 64, 4, 2),),
     },
     0: {
         "forward": ((64, 64, 4, 3),),

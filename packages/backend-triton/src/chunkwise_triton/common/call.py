@@ -153,18 +153,25 @@ def build_once(
         _WARM.add(key)
 
 
-def meta_inputs(schedule: Schedule, facts: Facts, axes: Mapping[str, str], options: Sequence[str]) -> SimpleNamespace:
+def meta_inputs(
+    schedule: Schedule,
+    facts: Facts,
+    axes: Mapping[str, str],
+    options: Sequence[str],
+    offsets: Sequence[str] = ("cu_seqlens",),
+) -> SimpleNamespace:
     """The inputs of a call of one chunk as ``meta`` tensors, which launches compile for; None where not given.
 
     Args:
         schedule, facts: of the call.
         axes: each tensor's axes (``B T H K``).
         options: the flags that are inputs.
+        offsets: the arguments that cut rows into sequences.
     """
-    lengths = {"B": 1, "T": schedule.chunk_size, "N": 1, "N+1": 2}
+    lengths = {"B": 1, "T": schedule.chunk_size, "S": schedule.chunk_size, "N": 1, "N+1": 2}
 
     def tensor(name: str) -> Tensor | None:
-        if name == "cu_seqlens":
+        if name in offsets:
             return torch.empty(2, dtype=torch.int32, device="meta") if facts.flag("ragged") else None
         if not facts.given(name):
             return None
@@ -172,5 +179,5 @@ def meta_inputs(schedule: Schedule, facts: Facts, axes: Mapping[str, str], optio
         dtype = torch.float32 if name == "initial_state" else _TORCH[facts.dtypes[name]]
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    names = (*axes, "cu_seqlens")
+    names = (*axes, *offsets)
     return SimpleNamespace(scale=1.0, **{o: facts.flag(o) for o in options}, **{name: tensor(name) for name in names})

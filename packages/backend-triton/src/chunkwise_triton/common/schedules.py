@@ -12,7 +12,7 @@ from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 
 CHUNK = 64
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _RESERVED = 1024
 """Bytes that each program takes beside its own; a multiprocessor has so many more than one program may take."""
 
@@ -93,7 +93,7 @@ def _narrowest(dtype: str) -> int:
     The ptxas that Triton 3.4, 3.6 and 3.7 bring (12.8) computes wrong addresses for Hopper's matrix instructions where
     a narrower tile takes the place of a wider one: ``gated_delta_rule/NOTES.md``.
     """
-    return 128 // _BYTES[dtype]
+    return 128 // BYTES[dtype]
 
 
 def _widest(facts: Facts, dtype: str) -> int:
@@ -105,6 +105,11 @@ def _power_of_two(width: int, narrowest: int) -> int:
     return max(narrowest, 1 << (width - 1).bit_length())
 
 
+def padded_width(width: int, dtype: str) -> int:
+    """Columns of a tile that holds a whole width."""
+    return _power_of_two(width, _narrowest(dtype))
+
+
 def fills(facts: Facts, block_v: int, heads: str) -> bool:
     """Whether the states of a call keep every multiprocessor busy with tiles so wide; ``heads`` is the states' axis."""
     states = facts.size("N") * facts.size(heads)
@@ -114,7 +119,7 @@ def fills(facts: Facts, block_v: int, heads: str) -> bool:
 def choose(kernels: Mapping[str, Tiles], facts: Facts, dot: str, heads: str) -> tuple[Tile, ...] | DoesNotFit:
     """For each kernel the first of its tiles that fits the device."""
     narrowest = _narrowest(dot)
-    widest_k, widest_v = (_power_of_two(facts.size(axis), narrowest) for axis in ("K", "V"))
+    widest_k, widest_v = (padded_width(facts.size(axis), dot) for axis in ("K", "V"))
     have = facts.device.shared_memory_bytes
     many = fills(facts, 64, heads)
     chosen: list[Tile] = []
@@ -125,7 +130,7 @@ def choose(kernels: Mapping[str, Tiles], facts: Facts, dot: str, heads: str) -> 
             if kernel.scans or narrowest <= tile.block_v <= _widest(facts, dot)
         ]
         # The interpreter has no shared memory, and takes none.
-        fitted = [replace(t, shared_memory_bytes=kernel.elements(t) * _BYTES[dot] if have else 0) for t in fitted]
+        fitted = [replace(t, shared_memory_bytes=kernel.elements(t) * BYTES[dot] if have else 0) for t in fitted]
         fitting = [tile for tile in fitted if tile.shared_memory_bytes <= have]
         if not fitting:
             return DoesNotFit(min(tile.shared_memory_bytes for tile in fitted), have)

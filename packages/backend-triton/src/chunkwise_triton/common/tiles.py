@@ -35,6 +35,41 @@ def store_rows(x, value, first, t, rows, head, HEADS, columns, WIDTH):
 
 
 @triton.jit
+def row_pointer(x, row, head, HEADS, WIDTH):
+    """Where a row (int64) of one head of ``[rows, HEADS, WIDTH]`` begins."""
+    return x + (row * HEADS + head) * WIDTH
+
+
+@triton.jit
+def load_live(x, live, MASKED: tl.constexpr):
+    """The numbers at some pointers, MASKED: 0 where they are not live."""
+    if MASKED:
+        return tl.load(x, mask=live, other=0.0)
+    return tl.load(x)
+
+
+@triton.jit
+def load_tile(x, rows, stride, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, live, MASKED: tl.constexpr):
+    """A tile of BLOCK columns whose rows are ``stride`` elements apart; MASKED: of the live rows.
+
+    Offsets are 32-bit from a 64-bit pointer, so that loops over tiles move the pointer alone.
+    """
+    at = x + (rows[:, None] * stride + columns[None, :])
+    if MASKED:
+        return tl.load(at, mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    if BLOCK == WIDTH:
+        return tl.load(at)
+    return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(x, value, rows, stride, columns, WIDTH, live):
+    """Write what ``load_tile`` would read, in x's dtype."""
+    mask = live[:, None] & (columns < WIDTH)[None, :]
+    tl.store(x + (rows[:, None] * stride + columns[None, :]), value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_vector(x, first, t, rows, head, HEADS):
     """One number a row of ``[B, T, HEADS]``, in fp32."""
     return tl.load(x + (first + t) * HEADS + head, mask=t < rows, other=0.0).to(tl.float32)

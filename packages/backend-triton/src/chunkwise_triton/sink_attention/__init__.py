@@ -1,0 +1,1 @@
+"""Softmax attention with a learned sink a head, on Triton."""

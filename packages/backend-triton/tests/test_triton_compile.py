@@ -14,7 +14,9 @@ from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
-from chunkwise_triton.common import chunk_products, state_scan
+from chunkwise_triton.common import channel_decay, chunk_products, state_scan
+from chunkwise_triton.dplr_delta_rule import kernels as dplr_kernels
+from chunkwise_triton.dplr_delta_rule import schedules as dplr_schedules
 from chunkwise_triton.gated_delta_rule import kernels, schedules
 from chunkwise_triton.simple_gla import kernels as simple_gla_kernels
 from chunkwise_triton.simple_gla import schedules as simple_gla_schedules
@@ -24,6 +26,8 @@ NVDISASM = BIN / "nvdisasm"
 DOT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 FP32 = ["g", "g_cumsum", "g_low", "to_end", "whole", "beta", "dg", "d_beta", "sums", "state_sums"]
 FP32 += ["state_dq", "state_dk", "initial_state", "final_state", "d_initial", "d_final"]
+WIDENED = ["q_k", "q_b", "a_k", "q_in", "k_out", "b_out", "d_u", "d_rhs", "states", "d_states"]
+WIDENED += ["d_qk", "d_qb", "d_ak", "d_ab"]
 INT32 = ["cu_seqlens", "table", "first_slots"]
 SCALARS = {"T": "i32", "per_row": "i32", "scale": "fp32"}
 FLAGS = {"INVERT": True, "KEEP": True, "HAS_INITIAL": True, "HAS_FINAL": True, "HAS_DO": True}
@@ -44,45 +48,65 @@ SIMPLE_GLA = {
     "scan_backward": state_scan.scan_backward_kernel,
     "gradient": simple_gla_kernels.gradient_kernel,
 }
+DPLR = {
+    "gates": channel_decay.channel_gate_kernel,
+    "prepare": dplr_kernels.prepare_kernel,
+    "prepare_backward": dplr_kernels.prepare_kernel,
+    "scan": state_scan.scan_kernel,
+    "output": dplr_kernels.low_rank_output_kernel,
+    "scan_backward": state_scan.scan_backward_kernel,
+    "value_gradient": dplr_kernels.value_gradient_kernel,
+    "key_gradient": dplr_kernels.key_gradient_kernel,
+}
 KERNELS = {"gated_delta_rule": DELTA_RULE, "delta_rule": DELTA_RULE, "simple_gla": SIMPLE_GLA, "no_gate": SIMPLE_GLA}
+KERNELS |= {f"{scheme}{chunk}": DPLR for scheme in ("centred", "robust") for chunk in (16, 32, 64)}
 KERNELS["fp32_states"] = {name: SIMPLE_GLA[name] for name in ("scan", "output", "gradient")}  # of the full format
 UNGATED = ("delta_rule", "no_gate")
 
 
-def facts(device, dtype, key_width, value_width, sequences=1, heads=(4, 8)):
+def facts(device, dtype, key_width, value_width, sequences=1, heads=(4, 8), chunk=64):
     sizes = {"B": sequences, "T": 4096, "H": heads[0], "HV": heads[1], "K": key_width, "V": value_width, "N": sequences}
-    return Facts("chunk_gated_delta_rule", FAKE_DEVICES[device], sizes, dict.fromkeys("qkv", dtype))
+    dtypes, flags = dict.fromkeys("qkv", dtype), {"chunk_size": chunk}
+    return Facts("chunk_gated_delta_rule", FAKE_DEVICES[device], sizes, dtypes, flags)
 
 
 def schedule_of(op, name, call):
     if KERNELS[op] is DELTA_RULE:
         return schedules.schedule(call)
+    if KERNELS[op] is DPLR:
+        return (dplr_schedules.centred if op.startswith("centred") else dplr_schedules.robust)(call)
     return simple_gla_schedules.fused(call) if name == "fused" else simple_gla_schedules.split(call)
 
 
 def compiled(op, name, call, schedule, ragged=True):
     """The kernel of one tile, compiled for the device of the facts."""
     kernel = KERNELS[op][name]
-    delta, gated = KERNELS[op] is DELTA_RULE, op not in UNGATED
-    tile = getattr(schedule, name)
+    dplr = KERNELS[op] is DPLR
+    delta, gated = KERNELS[op] is DELTA_RULE or dplr, op not in UNGATED
+    tile = getattr(schedule, name.removesuffix("_backward") if name.startswith("prepare") else name)
     values = {
         **{axis: call.size(axis) for axis in ("H", "HV", "K", "V")},
-        **{"C": 64, "BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows},
+        **{"C": schedule.chunk_size, "BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows},
         **{"DOT": DOT[schedule.dot], "RAGGED": ragged, "STAGES": tile.stages},
-        **{"DELTA": delta, "GATED": gated, "HAS_DG": gated, **FLAGS},
+        **{"DELTA": delta, "GATED": gated, "HAS_DG": gated, "DECAYED": dplr, "LOW_RANK": dplr, **FLAGS},
     }
-    if delta:
+    if dplr:
+        values |= {"HV": call.size("H"), "CENTRED": schedule.centred, "LOW": schedule.low, "SOLVE": True}
+        values["INVERT"] = not name.endswith("_backward")
+    elif delta:
         values["INVERSE_DOT"] = DOT[schedule.inverse_dot]
         values["PARTS"] = -(-call.size("K") // schedule.state_gradient.block_k)
     else:
         values["HV"] = call.size("H")
-    activations = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}[schedule.dot]
+    activations = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}[call.dtype("v")]
     signature = {}
     for argument in kernel.arg_names:
         kinds = {**SCALARS, **dict.fromkeys(FP32, "*fp32"), **dict.fromkeys(INT32, "*i32")}
         kinds |= dict.fromkeys(values, "constexpr")
         if name == "state_gradient":
             kinds |= {"dq": "*fp32", "dk": "*fp32"}
+        if dplr and schedule.dot == "fp32":
+            kinds |= dict.fromkeys(WIDENED, "*fp32")
         if op == "fp32_states":
             kinds["states"] = "*fp32"
         signature[argument] = kinds.get(argument, activations)
@@ -128,7 +152,7 @@ def test_compiled_kernels(op, name, device, dtype, key_width, value_width, seque
     call = facts(device, dtype, key_width, value_width, sequences)
     schedule = schedule_of(op, name, call)
     kernel = compiled(op, name, call, schedule)
-    promised = getattr(schedule, name).shared_memory_bytes
+    promised = getattr(schedule, name.removesuffix("_backward") if name.startswith("prepare") else name).shared_memory_bytes
     assert kernel.metadata.shared <= promised <= call.device.shared_memory_bytes
     if call.device.arch == "sm90":
         assert not wrong_descriptors(disassemble(kernel.asm["cubin"], NVDISASM))

@@ -18,7 +18,7 @@ from chunkwise_triton.common.launch import Key, aligned, launch, launch_again, w
 from chunkwise_triton.common.schedules import Schedule, Tile
 
 DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-_TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Call:
@@ -169,7 +169,7 @@ def meta_inputs(schedule: Schedule, facts: Facts, axes: Mapping[str, str], optio
         if not facts.given(name):
             return None
         shape = [lengths.get(axis) or facts.size(axis) for axis in axes[name].split()]
-        dtype = torch.float32 if name == "initial_state" else _TORCH[facts.dtypes[name]]
+        dtype = torch.float32 if name == "initial_state" else TORCH_DTYPES[facts.dtypes[name]]
         return torch.empty(shape, dtype=dtype, device="meta")
 
     names = (*axes, "cu_seqlens")

@@ -77,9 +77,9 @@ ALL = 256
 """Columns of a scan's tile: it holds all rows of a state."""
 
 
-def tiles(*shapes: tuple[int, int, int, int]) -> tuple[Tile, ...]:
+def tiles(*shapes: tuple[int, int, int, int], rows: int = CHUNK) -> tuple[Tile, ...]:
     """Tiles of whole chunks from (block_k, block_v, warps, stages)."""
-    return tuple(Tile(block_k, block_v, CHUNK, warps, stages) for block_k, block_v, warps, stages in shapes)
+    return tuple(Tile(block_k, block_v, rows, warps, stages) for block_k, block_v, warps, stages in shapes)
 
 
 def output_elements(t: Tile) -> int:

@@ -14,7 +14,7 @@ from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
-from chunkwise_triton.common import channel_decay, chunk_products, state_scan
+from chunkwise_triton.common import channel_gates, chunk_products, state_scan
 from chunkwise_triton.dplr_delta_rule import kernels as dplr_kernels
 from chunkwise_triton.dplr_delta_rule import schedules as dplr_schedules
 from chunkwise_triton.gated_delta_rule import kernels, schedules
@@ -49,7 +49,7 @@ SIMPLE_GLA = {
     "gradient": simple_gla_kernels.gradient_kernel,
 }
 DPLR = {
-    "gates": channel_decay.channel_gate_kernel,
+    "gates": channel_gates.channel_gate_kernel,
     "prepare": dplr_kernels.prepare_kernel,
     "prepare_backward": dplr_kernels.prepare_kernel,
     "scan": state_scan.scan_kernel,
@@ -88,10 +88,10 @@ def compiled(op, name, call, schedule, ragged=True):
         **{axis: call.size(axis) for axis in ("H", "HV", "K", "V")},
         **{"C": schedule.chunk_size, "BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows},
         **{"DOT": DOT[schedule.dot], "RAGGED": ragged, "STAGES": tile.stages},
-        **{"DELTA": delta, "GATED": gated, "HAS_DG": gated, "DECAYED": dplr, "LOW_RANK": dplr, **FLAGS},
+        **{"DELTA": delta, "GATED": gated, "HAS_DG": gated, "CHANNELS": False, "DECAYED": dplr, "LOW_RANK": dplr, **FLAGS},
     }
     if dplr:
-        values |= {"HV": call.size("H"), "CENTRED": schedule.centred, "LOW": schedule.low, "SOLVE": True}
+        values |= {"HV": call.size("H"), "CENTRED": schedule.centred, "SOLVE": True}
         values["INVERT"] = not name.endswith("_backward")
     elif delta:
         values["INVERSE_DOT"] = DOT[schedule.inverse_dot]

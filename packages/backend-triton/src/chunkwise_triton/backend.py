@@ -66,6 +66,7 @@ BACKEND = Backend(
         "chunkwise_triton.gated_delta_rule.implementations:IMPLEMENTATIONS",
         "chunkwise_triton.delta_rule.implementations:IMPLEMENTATIONS",
         "chunkwise_triton.dplr_delta_rule.implementations:IMPLEMENTATIONS",
+        "chunkwise_triton.gla.implementations:IMPLEMENTATIONS",
         "chunkwise_triton.simple_gla.implementations:IMPLEMENTATIONS",
     ),
     needs=(Need("an NVIDIA GPU of sm_80 or newer", probe_device), Need("triton", probe_triton)),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from chunkwise.verifier.device import interpreting
 from chunkwise.verifier.facts import Facts
+from chunkwise_triton.common.channel_gates import channel_gate_kernel
 from chunkwise_triton.common.chunks import ChunkMap, chunk_map
 from chunkwise_triton.common.gates import gate_kernel
 from chunkwise_triton.common.launch import Key, aligned, launch, launch_again, warm
@@ -118,6 +119,15 @@ class Call:
                 constants = {**sizes, "RAGGED": self.map.ragged, "LOW": low}
                 launch(gate_kernel, programs, arguments, constants, warps, key=key)
         return gates
+
+    def channel_sums(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Gate sums ``[B, T, H, K]`` fp32 of every chunk, and what rounding took from them: written and read with fp32
+        operands only."""
+        g_cumsum = self.rows(self.g, torch.float32)
+        g_low = torch.empty_like(g_cumsum) if self.schedule.dot == "fp32" else g_cumsum
+        parts = -(-self.key_width // tile.block_k)
+        self.per_chunk(channel_gate_kernel, tile, self.heads * parts, self.g, g_cumsum, g_low)
+        return g_cumsum, g_low
 
 
 def or_any(tensor: Tensor | None, never_read: Tensor) -> Tensor:

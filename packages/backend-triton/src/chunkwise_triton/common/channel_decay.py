@@ -14,81 +14,42 @@ on the left and on the right of a product of matrices. Where m lies, and which p
 A pair s = t knows no decay. BEFORE stands for rows that read the state before their own token, with ``G_{t-1}`` in
 place of ``G_t`` and pairs s < t.
 
-Sums of gates are natural-log decays, kept as fp32 numbers or, where LOW, as two: the sum and what rounding took from
-it. Differences of sums of a whole chunk keep an ulp of the sums alone, which is enough for 16 bit.
+Sums of gates are those of ``channel_gates``.
 """
 
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.tiles import chunk_program, load_rows, load_state
-
-# exp of it is 0 in fp32. A gate of -inf would give NaN in inf - inf, and one far below takes digits from later sums.
-LOWEST_GATE = tl.constexpr(-128.0)
-
-
-@triton.jit(do_not_specialize=["T", "per_row"])
-def channel_gate_kernel(
-    g, g_cumsum, g_low, cu_seqlens, table, T, per_row,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """G ``[B, T, HV, K]`` fp32 of a chunk, inclusive; LOW: also what rounding took from it."""
-    _, head, first, rows = chunk_program(HV, cu_seqlens, table, T, per_row, C, RAGGED)
-    kk = tl.arange(0, BLOCK_K)
-    high = tl.zeros((BLOCK_K,), tl.float32)
-    low = tl.zeros((BLOCK_K,), tl.float32)
-    for t in tl.static_range(0, C):
-        at = ((first + t) * HV + head) * K + kk
-        live = (kk < K) & (t < rows)
-        x = tl.maximum(tl.load(g + at, mask=live, other=0.0).to(tl.float32), LOWEST_GATE)
-        total = high + x
-        part = total - high
-        low += (high - (total - part)) + (x - part)  # exact: Knuth's sum of two numbers and its error
-        high = total
-        rounded = high + low
-        tl.store(g_cumsum + at, rounded, mask=live)
-        if LOW:
-            tl.store(g_low + at, low - (rounded - high), mask=live)
+from chunkwise_triton.common.channel_gates import matrix_sums
+from chunkwise_triton.common.tiles import load_rows
 
 
 @triton.jit
-def channel_sums(g_cumsum, g_low, first, t, rows, head, HEADS, columns, WIDTH, LOW: tl.constexpr):
+def chunk_sums(g_cumsum, g_low, first, t, rows, head, HEADS, columns, WIDTH, DOT: tl.constexpr):
     """G of the rows t, which may be -1: nothing is summed yet. Rows past the chunk's last add nothing."""
     row = tl.minimum(t, rows - 1)
     at = ((first + row[:, None]) * HEADS + head) * WIDTH + columns[None, :]
     mask = (row >= 0)[:, None] & (columns < WIDTH)[None, :]
     high = tl.load(g_cumsum + at, mask=mask, other=0.0)  # [rows of t, columns] fp32
     low = high
-    if LOW:
+    if tl.float32 == DOT:
         low = tl.load(g_low + at, mask=mask, other=0.0)
     return high, low
 
 
 @triton.jit
-def channel_end(g_cumsum, g_low, first, rows, head, HEADS, columns, WIDTH, LOW: tl.constexpr):
-    """G of the chunk's last row ``[1, columns]``."""
-    at = ((first + rows - 1) * HEADS + head) * WIDTH + columns
-    high = tl.load(g_cumsum + at, mask=columns < WIDTH, other=0.0)[None, :]
-    low = high
-    if LOW:
-        low = tl.load(g_low + at, mask=columns < WIDTH, other=0.0)[None, :]
-    return high, low
-
-
-@triton.jit
-def decay_between(high, low, from_high, from_low, LOW: tl.constexpr):
+def decay_between(high, low, from_high, from_low, DOT: tl.constexpr):
     """``exp(G_t - G_s)``."""
     exponent = high - from_high
-    if LOW:
+    if tl.float32 == DOT:
         exponent += low - from_low
     return tl.exp(exponent)
 
 
 @triton.jit
-def decay_from_start(high, low, LOW: tl.constexpr):
+def decay_from_start(high, low, DOT: tl.constexpr):
     """``exp(G_t)``."""
-    if LOW:
+    if tl.float32 == DOT:
         high += low
     return tl.exp(high)
 
@@ -123,7 +84,7 @@ def meeting_pairs(level, C: tl.constexpr, CENTRED: tl.constexpr, BEFORE: tl.cons
 def pair_products(
     x, y, z, g_cumsum, g_low, first, rows, head,
     HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
-    CENTRED: tl.constexpr, BEFORE: tl.constexpr, LOW: tl.constexpr,
+    CENTRED: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """P of x with y and of x with z, each ``[C, C]`` fp32, zero above the diagonal (and on it, for BEFORE)."""
     LEVELS: tl.constexpr = 1 if CENTRED else 4 if C == 16 else 5 if C == 32 else 6
@@ -136,18 +97,18 @@ def pair_products(
         x_tile = load_rows(x, first, t, rows, head, HEADS, kk, K).to(tl.float32)  # [C, BLOCK_K]
         y_tile = load_rows(y, first, t, rows, head, HEADS, kk, K).to(tl.float32)  # [C, BLOCK_K]
         z_tile = load_rows(z, first, t, rows, head, HEADS, kk, K).to(tl.float32)  # [C, BLOCK_K]
-        high, low = channel_sums(g_cumsum, g_low, first, t, rows, head, HEADS, kk, K, LOW)
+        high, low = chunk_sums(g_cumsum, g_low, first, t, rows, head, HEADS, kk, K, DOT)
         x_high, x_low = high, low
         if BEFORE:
-            x_high, x_low = channel_sums(g_cumsum, g_low, first, t - 1, rows, head, HEADS, kk, K, LOW)
+            x_high, x_low = chunk_sums(g_cumsum, g_low, first, t - 1, rows, head, HEADS, kk, K, DOT)
         if not (CENTRED or BEFORE):
             by_y += tl.where(row == column, tl.sum(x_tile * y_tile, 1)[:, None], 0.0)
             by_z += tl.where(row == column, tl.sum(x_tile * z_tile, 1)[:, None], 0.0)
         for level in range(LEVELS):
             middle, left, right = reference_rows(level, C, CENTRED)
-            m_high, m_low = channel_sums(g_cumsum, g_low, first, middle, rows, head, HEADS, kk, K, LOW)
-            on_left = tl.where(left[:, None], decay_between(x_high, x_low, m_high, m_low, LOW), 0.0)
-            on_right = tl.where(right[:, None], decay_between(m_high, m_low, high, low, LOW), 0.0)
+            m_high, m_low = chunk_sums(g_cumsum, g_low, first, middle, rows, head, HEADS, kk, K, DOT)
+            on_left = tl.where(left[:, None], decay_between(x_high, x_low, m_high, m_low, DOT), 0.0)
+            on_right = tl.where(right[:, None], decay_between(m_high, m_low, high, low, DOT), 0.0)
             x_dot = (x_tile * on_left).to(DOT)
             to_y = tl.dot(x_dot, tl.trans((y_tile * on_right).to(DOT)), input_precision="tf32x3")
             to_z = tl.dot(x_dot, tl.trans((z_tile * on_right).to(DOT)), input_precision="tf32x3")
@@ -178,32 +139,4 @@ def sums_over_rows(x, level, C: tl.constexpr, DIRECTION: tl.constexpr, WHOLE: tl
         added = column < row
     if not WHOLE:
         added = added & ((row >> level) == (column >> level))
-    if DOT == tl.bfloat16:
-        # Two products with ones take half the registers that one of tf32x3 takes.
-        high = x.to(tl.bfloat16)
-        result = tl.dot(added.to(tl.bfloat16), (x - high.to(tl.float32)).to(tl.bfloat16))
-        result = tl.dot(added.to(tl.bfloat16), high, result)
-    else:
-        result = tl.dot(added.to(tl.float32), x, input_precision="tf32x3")
-    return result
-
-
-@triton.jit
-def state_gate_products(
-    states, d_states, initial_state, d_final, slot, n, head, starts, ends, kk,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-):  # fmt: skip
-    """``sum_v S dS'`` ``[columns]`` of a chunk; from the call's own fp32 states where it starts or ends a sequence."""
-    BLOCK_K: tl.constexpr = kk.shape[0]
-    total = tl.zeros((BLOCK_K,), tl.float32)
-    for begin in range(0, V, BV):
-        vv = begin + tl.arange(0, BV)
-        s = load_state(states, slot, head, HV, K, V, kk, vv).to(tl.float32)  # [BLOCK_K, BV]
-        if HAS_INITIAL and starts:
-            s = load_state(initial_state, n, head, HV, K, V, kk, vv)  # fp32
-        ds = load_state(d_states, slot, head, HV, K, V, kk, vv).to(tl.float32)  # [BLOCK_K, BV]
-        if HAS_FINAL and ends:
-            ds = load_state(d_final, n, head, HV, K, V, kk, vv)  # fp32
-        total += tl.sum(s * ds, 1)
-    return total
+    return matrix_sums(added, x, DOT)

@@ -81,6 +81,28 @@ def state_products(
     return by_query, by_error, by_exit, products
 
 
+@triton.jit
+def exact_products(
+    states, d_states, initial_state, d_final, slot, n, h, kk, starts, ends,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+):  # fmt: skip
+    """``sum_v S dS'`` ``[BLOCK_K]`` of a chunk that starts or ends a sequence, from the call's own fp32 states where it
+    does."""
+    BLOCK_K: tl.constexpr = kk.shape[0]
+    total = tl.zeros((BLOCK_K,), tl.float32)
+    for begin in range(0, V, BV):
+        vv = begin + tl.arange(0, BV)
+        s = load_state(states, slot, h, H, K, V, kk, vv).to(tl.float32)  # [BLOCK_K, BV]
+        if HAS_INITIAL:
+            s = tl.where(starts, load_state(initial_state, n, h, H, K, V, kk, vv), s)
+        ds = load_state(d_states, slot, h, H, K, V, kk, vv).to(tl.float32)  # [BLOCK_K, BV]
+        if HAS_FINAL:
+            ds = tl.where(ends, load_state(d_final, n, h, H, K, V, kk, vv), ds)
+        total += tl.sum(s * ds, 1)
+    return total
+
+
 @triton.jit(do_not_specialize=["T", "per_row"])
 def output_kernel(
     q, k, v_new, g, states, o, scale, cu_seqlens, table, T, per_row,

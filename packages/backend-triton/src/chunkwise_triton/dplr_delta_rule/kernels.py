@@ -18,17 +18,16 @@ import triton
 import triton.language as tl
 
 from chunkwise_triton.common.channel_decay import (
-    channel_end,
-    channel_sums,
+    chunk_sums,
     decay_between,
     decay_from_start,
     meeting_pairs,
     pair_products,
     reference_rows,
-    state_gate_products,
     sums_over_rows,
 )
-from chunkwise_triton.common.chunk_products import row_products, rows_by_state
+from chunkwise_triton.common.channel_gates import channel_totals, decay_to_end
+from chunkwise_triton.common.chunk_products import exact_products, row_products, rows_by_state
 from chunkwise_triton.common.chunks import locate, sequence_span
 from chunkwise_triton.common.tiles import chunk_program, load_rows, load_rows_above, load_state, store_rows
 from chunkwise_triton.common.tril_inverse import unit_lower_inverse
@@ -40,7 +39,7 @@ def prepare_kernel(
     cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    CENTRED: tl.constexpr, LOW: tl.constexpr, INVERT: tl.constexpr, KEEP: tl.constexpr, SOLVE: tl.constexpr,
+    CENTRED: tl.constexpr, INVERT: tl.constexpr, KEEP: tl.constexpr, SOLVE: tl.constexpr,
     HAS_DO: tl.constexpr,
 ):  # fmt: skip
     """What a chunk knows without its entry state.
@@ -54,7 +53,7 @@ def prepare_kernel(
     t = tl.arange(0, C)
     if INVERT or HAS_DO:
         by_k, by_b = pair_products(
-            q, k, b, g_cumsum, g_low, first, rows, h, H, K, C, BLOCK_K, DOT, CENTRED, False, LOW
+            q, k, b, g_cumsum, g_low, first, rows, h, H, K, C, BLOCK_K, DOT, CENTRED, False
         )  # fmt: skip
         store_rows(q_k, by_k * scale, first, t, rows, h, H, t, C)
         by_b = (by_b * scale).to(DOT)
@@ -67,7 +66,7 @@ def prepare_kernel(
                 tile = tl.dot(tl.trans(by_b), d, input_precision="tf32x3")
                 store_rows(d_u, tile, first, t, rows, h, H, vv, V)
     by_k, by_b = pair_products(
-        a, k, b, g_cumsum, g_low, first, rows, h, H, K, C, BLOCK_K, DOT, CENTRED, True, LOW
+        a, k, b, g_cumsum, g_low, first, rows, h, H, K, C, BLOCK_K, DOT, CENTRED, True
     )  # fmt: skip
     if INVERT:
         # In fp32: a and b are the caller's, and what fp16 holds is no bound for them.
@@ -79,21 +78,21 @@ def prepare_kernel(
         store_rows(a_k, by_k, first, t, rows, h, H, t, C)
     for begin in range(0, K, BLOCK_K):
         kk = begin + tl.arange(0, BLOCK_K)
-        high, low = channel_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, LOW)
-        end_high, end_low = channel_end(g_cumsum, g_low, first, rows, h, H, kk, K, LOW)
+        high, low = chunk_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
+        end_high, end_low = channel_totals(g_cumsum, g_low, first, rows, h, H, kk, K, DOT)
         q_tile = load_rows(q, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
-        store_rows(q_in, q_tile * decay_from_start(high, low, LOW) * scale, first, t, rows, h, H, kk, K)
-        to_end = decay_between(end_high, end_low, high, low, LOW)
+        store_rows(q_in, q_tile * decay_from_start(high, low, DOT) * scale, first, t, rows, h, H, kk, K)
+        to_end = decay_to_end(high, low, end_high, end_low, DOT)
         k_tile = load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
         store_rows(k_out, k_tile * to_end, first, t, rows, h, H, kk, K)
         b_tile = load_rows(b, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
         store_rows(b_out, b_tile * to_end, first, t, rows, h, H, kk, K)
-        high, low = channel_sums(g_cumsum, g_low, first, t - 1, rows, h, H, kk, K, LOW)
+        high, low = chunk_sums(g_cumsum, g_low, first, t - 1, rows, h, H, kk, K, DOT)
         a_tile = load_rows(a, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
-        a_in = (a_tile * -decay_from_start(high, low, LOW)).to(DOT)
+        a_in = (a_tile * -decay_from_start(high, low, DOT)).to(DOT)
         store_rows(w, tl.dot(m, a_in, input_precision="tf32x3"), first, t, rows, h, H, kk, K)
-        at = (slot.to(tl.int64) * H + h) * K + kk[None, :]
-        tl.store(whole + at, decay_from_start(end_high, end_low, LOW), mask=(kk < K)[None, :])
+        at = (slot.to(tl.int64) * H + h) * K + kk
+        tl.store(whole + at, decay_from_start(end_high, end_low, DOT), mask=kk < K)
     if SOLVE:
         solve = tl.dot(m, by_k.to(DOT), input_precision="tf32x3").to(DOT)
         for begin in range(0, V, BV):
@@ -201,7 +200,7 @@ def key_gradient_kernel(
     d_qk, d_qb, d_ak, d_ab, dq, dk, da, db, dg, scale, cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    CENTRED: tl.constexpr, LOW: tl.constexpr, HAS_DO: tl.constexpr, HAS_DG: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_DO: tl.constexpr, HAS_DG: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK_K columns of q, k, a, b and the gates, through both states of a chunk and its pairs of rows.
@@ -228,9 +227,9 @@ def key_gradient_kernel(
     # Through pairs of rows. Tiles are loaded where they are used: registers are what this kernel runs out of.
     for level in range(LEVELS):
         middle, left, right = reference_rows(level, C, CENTRED)
-        m_high, m_low = channel_sums(g_cumsum, g_low, first, middle, rows, h, H, kk, K, LOW)
-        high, low = channel_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, LOW)
-        on_right = tl.where(right[:, None], decay_between(m_high, m_low, high, low, LOW), 0.0)
+        m_high, m_low = chunk_sums(g_cumsum, g_low, first, middle, rows, h, H, kk, K, DOT)
+        high, low = chunk_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
+        on_right = tl.where(right[:, None], decay_between(m_high, m_low, high, low, DOT), 0.0)
         tile = load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
         k_dot = (tile * on_right).to(DOT)
         tile = load_rows(b, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
@@ -243,7 +242,7 @@ def key_gradient_kernel(
             weights_b = tl.where(pairs, load_rows(d_qb, first, t, rows, h, H, t, C), 0.0).to(DOT)  # [C, C]
             by_left = tl.dot(weights_k, k_dot, input_precision="tf32x3")
             by_left += tl.dot(weights_b, b_dot, input_precision="tf32x3")
-            on_left = tl.where(left[:, None], decay_between(high, low, m_high, m_low, LOW), 0.0)
+            on_left = tl.where(left[:, None], decay_between(high, low, m_high, m_low, DOT), 0.0)
             dq_tile += by_left * on_left
             tile = load_rows(q, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
             left_dot = (tile * on_left).to(DOT)
@@ -257,8 +256,8 @@ def key_gradient_kernel(
         weights_b = tl.where(pairs, load_rows(d_ab, first, t, rows, h, H, t, C), 0.0).to(DOT)  # [C, C]
         by_left = tl.dot(weights_k, k_dot, input_precision="tf32x3")
         by_left += tl.dot(weights_b, b_dot, input_precision="tf32x3")
-        high, low = channel_sums(g_cumsum, g_low, first, t - 1, rows, h, H, kk, K, LOW)
-        on_left = tl.where(left[:, None], decay_between(high, low, m_high, m_low, LOW), 0.0)
+        high, low = chunk_sums(g_cumsum, g_low, first, t - 1, rows, h, H, kk, K, DOT)
+        on_left = tl.where(left[:, None], decay_between(high, low, m_high, m_low, DOT), 0.0)
         da_tile += by_left * on_left
         tile = load_rows(a, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
         left_dot = (tile * on_left).to(DOT)
@@ -277,9 +276,9 @@ def key_gradient_kernel(
 
     # Through the states, and through pairs that know no decay.
     if HAS_DO:
-        high, low = channel_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, LOW)
+        high, low = chunk_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
         by_state = rows_by_state(d_o, states, slot, first, rows, h, kk, HV, K, V, C, BV, DOT)
-        by_state *= decay_from_start(high, low, LOW) * scale
+        by_state *= decay_from_start(high, low, DOT) * scale
         dq_tile += by_state
         tile = load_rows(q, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
         if HAS_DG:
@@ -291,9 +290,9 @@ def key_gradient_kernel(
         db_tile += own * tile
         dq_tile += own * load_rows(b, first, t, rows, h, H, kk, K).to(tl.float32)
         store_rows(dq, dq_tile, first, t, rows, h, H, kk, K)
-    high, low = channel_sums(g_cumsum, g_low, first, t - 1, rows, h, H, kk, K, LOW)
+    high, low = chunk_sums(g_cumsum, g_low, first, t - 1, rows, h, H, kk, K, DOT)
     by_state = rows_by_state(d_rhs, states, slot, first, rows, h, kk, HV, K, V, C, BV, DOT)
-    by_state *= decay_from_start(high, low, LOW)
+    by_state *= decay_from_start(high, low, DOT)
     da_tile += by_state
     tile = load_rows(a, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
     if HAS_DG:
@@ -306,9 +305,9 @@ def key_gradient_kernel(
     db_tile += own_column(weights, 1) * tile
     da_tile += own_row(weights, 1) * load_rows_above(b, first, t, rows, h, H, kk, K).to(tl.float32)
     store_rows(da, da_tile, first, t, rows, h, H, kk, K)
-    high, low = channel_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, LOW)
-    end_high, end_low = channel_end(g_cumsum, g_low, first, rows, h, H, kk, K, LOW)
-    to_end = decay_between(end_high, end_low, high, low, LOW)
+    high, low = chunk_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
+    end_high, end_low = channel_totals(g_cumsum, g_low, first, rows, h, H, kk, K, DOT)
+    to_end = decay_to_end(high, low, end_high, end_low, DOT)
     by_state = rows_by_state(v, d_states, slot, first, rows, h, kk, HV, K, V, C, BV, DOT) * to_end
     store_rows(dk, dk_tile + by_state, first, t, rows, h, H, kk, K)
     leaving = by_state * load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)
@@ -318,9 +317,9 @@ def key_gradient_kernel(
     if HAS_DG:
         dg_tile += sums_over_rows(leaving, 0, C, "before", True, DOT)
         start, length = sequence_span(n, cu_seqlens, T, RAGGED)
-        through = state_gate_products(
-            states, d_states, initial_state, d_final, slot, n, h, first == start, first + rows == start + length, kk,
-            HV, K, V, BV, HAS_INITIAL, HAS_FINAL,
+        through = exact_products(
+            states, d_states, initial_state, d_final, slot, n, h, kk, first == start, first + rows == start + length,
+            H, K, V, BV, HAS_INITIAL, HAS_FINAL,
         )  # fmt: skip
-        dg_tile += through[None, :] * decay_from_start(end_high, end_low, LOW)
+        dg_tile += (through * decay_from_start(end_high, end_low, DOT))[None, :]
         store_rows(dg, dg_tile, first, t, rows, h, H, kk, K)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from chunkwise.verifier.facts import Facts
 from chunkwise_triton.common.call import TORCH_DTYPES, Call, build_once, meta_inputs, or_any
-from chunkwise_triton.common.channel_decay import channel_gate_kernel
 from chunkwise_triton.common.launch import aligned
 from chunkwise_triton.common.state_scan import scan_backward_kernel, scan_kernel
 from chunkwise_triton.dplr_delta_rule import kernels
@@ -29,29 +28,21 @@ class _Call(Call):
 
     def __init__(self, schedule: Schedule, inputs: Any) -> None:
         others = {name: getattr(inputs, name) for name in ("v", "scale", "initial_state", "cu_seqlens")}
-        super().__init__(
-            schedule, SimpleNamespace(g=None, **others), inputs.q, inputs.k, inputs.a, inputs.b, inputs.gk
-        )  # fmt: skip
-        self.a, self.b, self.gk = inputs.a, inputs.b, inputs.gk
+        as_gated = SimpleNamespace(g=inputs.gk, **others)
+        super().__init__(schedule, as_gated, inputs.q, inputs.k, inputs.a, inputs.b)
+        self.a, self.b = inputs.a, inputs.b
         self.wide = TORCH_DTYPES[schedule.dot]
-        self.decays = {"CENTRED": schedule.centred, "LOW": schedule.low}
+        self.decays = {"CENTRED": schedule.centred}
 
     def pairs(self) -> Tensor:
         """Room for one number for each pair of rows of a chunk."""
         return self.v.new_empty(*self.v.shape[:3], self.schedule.chunk_size, dtype=self.wide)
 
-    def sum_channel_gates(self, known: Tensor | None = None) -> dict[str, Tensor]:
-        """The sums of the gates and, where they are kept as two numbers, what rounding took from them.
-
-        ``known`` are sums that another call wrote, which left out what was rounded away.
-        """
-        low = self.schedule.low
-        if known is not None and not low:
-            return {"g_cumsum": known, "g_low": known}
-        g_cumsum = self.rows(self.gk, torch.float32)
-        g_low = torch.empty_like(g_cumsum) if low else g_cumsum
-        self.per_chunk(channel_gate_kernel, self.schedule.gates, self.heads, self.gk, g_cumsum, g_low, LOW=low)
-        return {"g_cumsum": g_cumsum, "g_low": g_low}
+    def gate_sums(self, known: Tensor | None = None) -> dict[str, Tensor]:
+        """The sums of the gates, and what rounding took from them; ``known`` are sums that another call wrote."""
+        if known is None or self.schedule.dot == "fp32":  # no residual format keeps what was rounded away
+            return dict(zip(("g_cumsum", "g_low"), self.channel_sums(self.schedule.gates), strict=True))
+        return {"g_cumsum": known, "g_low": known}
 
 
 def forward(
@@ -60,7 +51,7 @@ def forward(
     """``(o, final_state)`` and the residuals of the format ``save``."""
     call = _Call(schedule, inputs)
     full = save is not None and _is_full(save)
-    chunk = call.sum_channel_gates()
+    chunk = call.gate_sums()
     if save is not None:
         make = torch.zeros if call.map.ragged else torch.empty
         shape = (*call.v.shape[:3], schedule.chunk_size)
@@ -108,7 +99,7 @@ def _scan(
         scan_kernel, call.schedule.scan,
         chunk["b_out"], chunk["w"], chunk["u"], chunk["k_out"], call.v, chunk["whole"], chunk["whole"],
         states, or_any(initial, states), or_any(final, states),
-        DELTA=True, GATED=True, DECAYED=True, LOW_RANK=True,
+        DELTA=True, GATED=True, CHANNELS=False, DECAYED=True, LOW_RANK=True,
         HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
@@ -123,7 +114,7 @@ def backward(
     if not aligned(d_o, d_final, *residuals.tensors.values()):
         call.key = None
     chunk = {name: residuals.tensors[name] for name in residuals.tensors if name != "g_cumsum"}
-    chunk |= call.sum_channel_gates(residuals.tensors["g_cumsum"])
+    chunk |= call.gate_sums(residuals.tensors["g_cumsum"])
     lean = "states" not in chunk
     if lean:
         chunk["u"] = torch.empty_like(call.v)
@@ -135,8 +126,8 @@ def backward(
         scan_backward_kernel, schedule.scan_backward,
         chunk["q_in"], chunk["b_out"], chunk["w"], chunk["whole"], chunk["whole"], chunk["whole"],
         or_any(d_o, call.v), chunk["d_u"], d_states, or_any(d_initial, d_states), or_any(d_final, d_states), call.scale,
-        DELTA=True, GATED=True, DECAYED=True, HAS_DO=d_o is not None, HAS_INITIAL=d_initial is not None,
-        HAS_FINAL=d_final is not None,
+        DELTA=True, GATED=True, CHANNELS=False, DECAYED=True, HAS_DO=d_o is not None,
+        HAS_INITIAL=d_initial is not None, HAS_FINAL=d_final is not None,
     )  # fmt: skip
     found = _input_gradients(call, inputs.initial_state, chunk, grads, d_states, "gk" in needs)
     if d_initial is not None:
@@ -153,7 +144,7 @@ def _input_gradients(
     found = {name: call.rows(getattr(call, name)) for name in ("k", "v", "a", "b")}
     found["q"] = torch.zeros_like(call.q) if d_o is None else call.rows(call.q)
     if gates:
-        found["gk"] = call.rows(call.gk)
+        found["gk"] = call.rows(call.g)
     d_pairs = [call.pairs() for _ in range(4)]
     call.per_chunk(
         kernels.value_gradient_kernel, schedule.value_gradient, call.heads,
@@ -165,7 +156,7 @@ def _input_gradients(
         kernels.key_gradient_kernel, schedule.key_gradient, call.heads * parts,
         call.q, call.k, call.v, call.a, call.b, chunk["u"], chunk["g_cumsum"], chunk["g_low"], chunk["states"],
         d_o_or_any, chunk["d_u"], d_states, or_any(initial, d_states), or_any(d_final, d_states), *d_pairs,
-        *(found[name] for name in ("q", "k", "a", "b")), found.get("gk", call.gk), call.scale,
+        *(found[name] for name in ("q", "k", "a", "b")), found.get("gk", call.g), call.scale,
         **call.decays, **has, HAS_DG=gates, HAS_INITIAL=initial is not None, HAS_FINAL=d_final is not None,
     )  # fmt: skip
     return found

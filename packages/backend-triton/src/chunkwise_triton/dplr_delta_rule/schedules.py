@@ -18,12 +18,10 @@ class Schedule(schedules.Schedule):
 
     Args:
         centred: whether products of pairs are centred in the chunk, which needs gates of a promised bound.
-        low: whether sums of gates are kept as two fp32 numbers.
         gates, prepare, scan, output, scan_backward, value_gradient, key_gradient: the kernels' tiles.
     """
 
     centred: bool
-    low: bool
     gates: Tile
     prepare: Tile
     scan: Tile
@@ -40,6 +38,7 @@ def kernels(chunk: int) -> Mapping[str, Tiles]:
     few = (*tiles((ALL, 32, 4, 2), rows=chunk), *small_scans)
     many = (*tiles((ALL, 64, 4, 2), rows=chunk), *few)
     whole = tiles((64, 64, 4, 1), (32, 32, 4, 1), rows=chunk)
+    gates = tiles((64, 32, 4, 1), rows=chunk)
     square = chunk * chunk
 
     def scan(t: Tile) -> int:
@@ -58,7 +57,7 @@ def kernels(chunk: int) -> Mapping[str, Tiles]:
         return 6 * chunk * t.block_k + (chunk + t.block_k) * t.block_v + 4 * square
 
     return {
-        "gates": Tiles(tiles((ALL, 32, 1, 1)), tiles((ALL, 32, 1, 1)), lambda t: 0, scans=True),
+        "gates": Tiles(gates, gates, lambda t: 2 * chunk * t.block_k),
         "prepare": Tiles(whole, whole, prepare),
         "scan": Tiles(few, many, scan, scans=True),
         "output": Tiles(whole, whole, output),
@@ -83,9 +82,9 @@ def _schedule(facts: Facts, is_centred: bool) -> Schedule | DoesNotFit:
     # fp16 ends at 2^-24, which decays pass: its operands are widened.
     dot = "bf16" if dtype == "bf16" else "fp32"
     chosen = choose(kernels(chunk), facts, dot, "H")
-    return chosen if isinstance(chosen, DoesNotFit) else _interned(chunk, dot, is_centred, dtype == "fp32", *chosen)
+    return chosen if isinstance(chosen, DoesNotFit) else _interned(chunk, dot, is_centred, *chosen)
 
 
 @functools.cache
-def _interned(chunk: int, dot: str, is_centred: bool, low: bool, *chosen: Tile) -> Schedule:
-    return Schedule(chunk, dot, is_centred, low, *chosen)
+def _interned(chunk: int, dot: str, is_centred: bool, *chosen: Tile) -> Schedule:
+    return Schedule(chunk, dot, is_centred, *chosen)

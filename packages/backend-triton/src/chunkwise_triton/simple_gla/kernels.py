@@ -12,7 +12,7 @@ DOT is the dtype of the products' operands; every product accumulates in fp32. N
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.chunk_products import row_products, state_products
+from chunkwise_triton.common.chunk_products import exact_products, row_products, state_products
 from chunkwise_triton.common.chunks import locate, sequence_span, span
 from chunkwise_triton.common.gates import (
     chunk_gates,
@@ -89,15 +89,10 @@ def exact_product(
     total = tl.zeros((BLOCK_K,), tl.float32)
     for begin in range(0, K, BLOCK_K):
         kk = begin + tl.arange(0, BLOCK_K)
-        for begin_v in range(0, V, BV):
-            vv = begin_v + tl.arange(0, BV)
-            s = load_state(states, slot, h, H, K, V, kk, vv).to(tl.float32)  # [BLOCK_K, BV]
-            if HAS_INITIAL:
-                s = tl.where(starts, load_state(initial_state, n, h, H, K, V, kk, vv), s)
-            ds = load_state(d_states, slot, h, H, K, V, kk, vv).to(tl.float32)  # [BLOCK_K, BV]
-            if HAS_FINAL:
-                ds = tl.where(ends, load_state(d_final, n, h, H, K, V, kk, vv), ds)
-            total += tl.sum(s * ds, 1)
+        total += exact_products(
+            states, d_states, initial_state, d_final, slot, n, h, kk, starts, ends,
+            H, K, V, BV, HAS_INITIAL, HAS_FINAL,
+        )  # fmt: skip
     return tl.sum(total, 0)
 
 

@@ -36,7 +36,8 @@ class _Call(Call):
 
     def pairs(self) -> Tensor:
         """Room for one number for each pair of rows of a chunk."""
-        return self.v.new_empty(*self.v.shape[:3], self.schedule.chunk_size, dtype=self.wide)
+        shape = (*self.v.shape[:3], self.schedule.chunk_size)
+        return torch.empty(shape, dtype=self.wide, device=self.v.device)
 
     def gate_sums(self, known: Tensor | None = None) -> dict[str, Tensor]:
         """The sums of the gates, and what rounding took from them; ``known`` are sums that another call wrote."""
@@ -105,9 +106,7 @@ def _scan(
     return states
 
 
-def backward(
-    schedule: Schedule, inputs: Any, residuals: Any, grads: Grads, needs: frozenset[str]
-) -> dict[str, Tensor]:
+def backward(schedule: Schedule, inputs: Any, residuals: Any, grads: Grads, needs: frozenset[str]) -> dict[str, Tensor]:
     """The gradients named in ``needs``, from the gradients of o and of final_state."""
     call = _Call(schedule, inputs)
     d_o, d_final = grads
@@ -168,7 +167,7 @@ def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
 
 
 _OPTIONS = ("output_final_state", "disable_recompute")
-_AXES = {name: "B T H K" for name in ("q", "k", "a", "b", "gk")} | {"v": "B T H V", "initial_state": "N H K V"}
+_AXES = dict.fromkeys(("q", "k", "a", "b", "gk"), "B T H K") | {"v": "B T H V", "initial_state": "N H K V"}
 
 
 def _build(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:

@@ -274,7 +274,9 @@ def key_gradient_kernel(
             else:
                 dg_tile += sums_over_rows(at_right, level, C, "before", False, DOT)
 
-    # Through the states, and through pairs that know no decay.
+    # Through the states, and through pairs that know no decay. No loads are moved over a barrier: without them all
+    # tiles of the kernel are fetched in front, and spilled.
+    tl.debug_barrier()
     if HAS_DO:
         high, low = chunk_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
         by_state = rows_by_state(d_o, states, slot, first, rows, h, kk, HV, K, V, C, BV, DOT)
@@ -290,6 +292,7 @@ def key_gradient_kernel(
         db_tile += own * tile
         dq_tile += own * load_rows(b, first, t, rows, h, H, kk, K).to(tl.float32)
         store_rows(dq, dq_tile, first, t, rows, h, H, kk, K)
+        tl.debug_barrier()
     high, low = chunk_sums(g_cumsum, g_low, first, t - 1, rows, h, H, kk, K, DOT)
     by_state = rows_by_state(d_rhs, states, slot, first, rows, h, kk, HV, K, V, C, BV, DOT)
     by_state *= decay_from_start(high, low, DOT)
@@ -305,6 +308,7 @@ def key_gradient_kernel(
     db_tile += own_column(weights, 1) * tile
     da_tile += own_row(weights, 1) * load_rows_above(b, first, t, rows, h, H, kk, K).to(tl.float32)
     store_rows(da, da_tile, first, t, rows, h, H, kk, K)
+    tl.debug_barrier()
     high, low = chunk_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
     end_high, end_low = channel_totals(g_cumsum, g_low, first, rows, h, H, kk, K, DOT)
     to_end = decay_to_end(high, low, end_high, end_low, DOT)

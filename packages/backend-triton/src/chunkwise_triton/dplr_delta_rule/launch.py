@@ -99,15 +99,13 @@ def _scan(
         scan_kernel, call.schedule.scan,
         chunk["b_out"], chunk["w"], chunk["u"], chunk["k_out"], call.v, chunk["whole"], chunk["whole"],
         states, or_any(initial, states), or_any(final, states),
-        DELTA=True, GATED=True, CHANNELS=False, DECAYED=True, LOW_RANK=True,
+        DELTA=True, GATED=True, DECAYED=True, LOW_RANK=True,
         HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
 
 
-def backward(
-    schedule: Schedule, inputs: Any, residuals: Any, grads: Grads, needs: frozenset[str]
-) -> dict[str, Tensor]:
+def backward(schedule: Schedule, inputs: Any, residuals: Any, grads: Grads, needs: frozenset[str]) -> dict[str, Tensor]:
     """The gradients named in ``needs``, from the gradients of o and of final_state."""
     call = _Call(schedule, inputs)
     d_o, d_final = grads
@@ -126,7 +124,7 @@ def backward(
         scan_backward_kernel, schedule.scan_backward,
         chunk["q_in"], chunk["b_out"], chunk["w"], chunk["whole"], chunk["whole"], chunk["whole"],
         or_any(d_o, call.v), chunk["d_u"], d_states, or_any(d_initial, d_states), or_any(d_final, d_states), call.scale,
-        DELTA=True, GATED=True, CHANNELS=False, DECAYED=True, HAS_DO=d_o is not None,
+        DELTA=True, GATED=True, DECAYED=True, HAS_DO=d_o is not None,
         HAS_INITIAL=d_initial is not None, HAS_FINAL=d_final is not None,
     )  # fmt: skip
     found = _input_gradients(call, inputs.initial_state, chunk, grads, d_states, "gk" in needs)
@@ -168,7 +166,7 @@ def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
 
 
 _OPTIONS = ("output_final_state", "disable_recompute")
-_AXES = {name: "B T H K" for name in ("q", "k", "a", "b", "gk")} | {"v": "B T H V", "initial_state": "N H K V"}
+_AXES = dict.fromkeys(("q", "k", "a", "b", "gk"), "B T H K") | {"v": "B T H V", "initial_state": "N H K V"}
 
 
 def _build(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:

@@ -93,8 +93,9 @@ def schedule_of(op, name, call):
     return simple_gla_schedules.fused(call) if name == "fused" else simple_gla_schedules.split(call)
 
 
-def tile_of(schedule, name):
-    return getattr(schedule, name.removesuffix("_backward") if name.startswith("prepare") else name)
+def tile_of(name):
+    """The field of a schedule that holds a kernel's tile."""
+    return "prepare" if name == "prepare_backward" else name
 
 
 def compiled(op, name, call, schedule, ragged=True):
@@ -102,12 +103,12 @@ def compiled(op, name, call, schedule, ragged=True):
     kernel = KERNELS[op][name]
     dplr, channels = KERNELS[op] is DPLR, KERNELS[op] in (DPLR, GLA)
     delta, gated = KERNELS[op] is DELTA_RULE or dplr, op not in UNGATED
-    tile = tile_of(schedule, name)
+    tile = getattr(schedule, tile_of(name))
     values = {
         **{axis: call.size(axis) for axis in ("H", "HV", "K", "V")},
-        **{"C": schedule.chunk_size, "BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v},
-        **{"ROWS": tile.rows, "DOT": DOT[schedule.dot], "RAGGED": ragged, "STAGES": tile.stages},
-        **{"DELTA": delta, "GATED": gated, "HAS_DG": gated, "DECAYED": channels, "LOW_RANK": dplr, **FLAGS},
+        **{"BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows, "STAGES": tile.stages},
+        **{"C": schedule.chunk_size, "DOT": DOT[schedule.dot], "RAGGED": ragged, "DELTA": delta, "GATED": gated},
+        **{"HAS_DG": gated, "DECAYED": channels, "LOW_RANK": dplr, **FLAGS},
         **{"SUMMED": False, "WIDTH": triton.next_power_of_2(call.size("K"))},
     }
     if dplr:
@@ -164,16 +165,22 @@ CASES = [
     *[("gla", name, *case) for name in GLA for case in (*COVERING, *MANY_STATES[:2])],
     *[("no_gate", name, *case) for name in SIMPLE_GLA for case in (COVERING[0], MANY_STATES[1])],
     *[("fp32_states", name, *case) for name in KERNELS["fp32_states"] for case in MANY_STATES],
+    *[("centred32", name, "H200", "bf16", 64, 64, 64) for name in DPLR],
+    *[("robust64", name, "H200", "bf16", 128, 128, 64) for name in DPLR if name != "gates"],
+    *[("robust64", name, "H200", "fp16", 64, 64, 64) for name in DPLR],  # with operands of fp32
+    *[("centred64", name, "A100", "bf16", 128, 128, 1) for name in DPLR if name != "gates"],
+    *[("robust16", name, "RTX 5090", "bf16", 256, 256, 1) for name in DPLR if name != "gates"],
 ]
 
 
 @pytest.mark.parametrize(("op", "name", "device", "dtype", "key_width", "value_width", "sequences"), CASES)
 def test_compiled_kernels(op, name, device, dtype, key_width, value_width, sequences):
     """A tile takes no more shared memory than its schedule says, and its matrix instructions read the right tiles."""
-    call = facts(device, dtype, key_width, value_width, sequences)
+    chunk = int(op[-2:]) if KERNELS[op] is DPLR else 64
+    call = facts(device, dtype, key_width, value_width, sequences, chunk=chunk)
     schedule = schedule_of(op, name, call)
     kernel = compiled(op, name, call, schedule)
-    promised = tile_of(schedule, name).shared_memory_bytes
+    promised = getattr(schedule, tile_of(name)).shared_memory_bytes
     assert kernel.metadata.shared <= promised <= call.device.shared_memory_bytes
     if call.device.arch == "sm90":
         assert not wrong_descriptors(disassemble(kernel.asm["cubin"], NVDISASM))
@@ -249,6 +256,10 @@ def test_every_width_has_a_schedule_everywhere(device, dtype, widths):
     assert isinstance(schedules.schedule(facts(device, dtype, *widths)), schedules.Schedule)
     assert isinstance(simple_gla_schedules.split(facts(device, dtype, *widths)), simple_gla_schedules.Split)
     assert isinstance(gla_schedules.split(facts(device, dtype, *widths)), gla_schedules.Split)
+    for chunk in (16, 32, 64):
+        found = dplr_schedules.robust(facts(device, dtype, *widths, chunk=chunk))
+        assert isinstance(found, dplr_schedules.Schedule)
+        assert found.chunk_size == chunk
     if device == "H200" and dtype != "fp32":
         assert isinstance(simple_gla_schedules.fused(facts(device, dtype, *widths)), simple_gla_schedules.Fused)
 

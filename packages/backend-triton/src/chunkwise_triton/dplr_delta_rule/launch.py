@@ -36,7 +36,8 @@ class _Call(Call):
 
     def pairs(self) -> Tensor:
         """Room for one number for each pair of rows of a chunk."""
-        return self.v.new_empty(*self.v.shape[:3], self.schedule.chunk_size, dtype=self.wide)
+        shape = (*self.v.shape[:3], self.schedule.chunk_size)
+        return torch.empty(shape, dtype=self.wide, device=self.v.device)
 
     def gate_sums(self, known: Tensor | None = None) -> dict[str, Tensor]:
         """The sums of the gates, and what rounding took from them; ``known`` are sums that another call wrote."""

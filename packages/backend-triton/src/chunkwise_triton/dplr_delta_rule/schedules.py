@@ -45,19 +45,19 @@ def kernels(chunk: int) -> Mapping[str, Tiles]:
         return t.stages * t.rows * (3 * t.block_k + 2 * t.block_v) + (t.block_k + t.rows) * t.block_v
 
     def prepare(t: Tile) -> int:
-        return 3 * chunk * t.block_k + chunk * t.block_v + 4 * square
+        return 4 * chunk * max(t.block_k, chunk)
 
     def output(t: Tile) -> int:
-        return chunk * t.block_k + (chunk + t.block_k) * t.block_v + 2 * square
+        return chunk * t.block_k + (2 * chunk + t.block_k) * t.block_v + 2 * square
 
     def value_gradient(t: Tile) -> int:
-        return chunk * t.block_k + (3 * chunk + t.block_k) * t.block_v + 4 * square
+        return chunk * t.block_k + (3 * chunk + t.block_k) * t.block_v + 3 * square
 
     def key_gradient(t: Tile) -> int:
-        return 6 * chunk * t.block_k + (chunk + t.block_k) * t.block_v + 4 * square
+        return max(6 * chunk * t.block_k + 2 * square, chunk * t.block_k + (chunk + t.block_k) * t.block_v)
 
     return {
-        "gates": Tiles(gates, gates, lambda t: 2 * chunk * t.block_k),
+        "gates": Tiles(gates, gates, lambda t: 2 * chunk * t.block_k, scans=True),
         "prepare": Tiles(whole, whole, prepare),
         "scan": Tiles(few, many, scan, scans=True),
         "output": Tiles(whole, whole, output),

@@ -18,6 +18,8 @@ from chunkwise_triton.common import channel_gates, chunk_products, state_scan
 from chunkwise_triton.dplr_delta_rule import kernels as dplr_kernels
 from chunkwise_triton.dplr_delta_rule import schedules as dplr_schedules
 from chunkwise_triton.gated_delta_rule import kernels, schedules
+from chunkwise_triton.gla import kernels as gla_kernels
+from chunkwise_triton.gla import schedules as gla_schedules
 from chunkwise_triton.simple_gla import kernels as simple_gla_kernels
 from chunkwise_triton.simple_gla import schedules as simple_gla_schedules
 
@@ -48,6 +50,16 @@ SIMPLE_GLA = {
     "scan_backward": state_scan.scan_backward_kernel,
     "gradient": simple_gla_kernels.gradient_kernel,
 }
+GLA = {
+    "decay": gla_kernels.decay_kernel,
+    "scan": state_scan.scan_kernel,
+    "steep_pairs": gla_kernels.steep_pairs_kernel,
+    "output": gla_kernels.output_kernel,
+    "scan_backward": state_scan.scan_backward_kernel,
+    "value_gradient": gla_kernels.value_gradient_kernel,
+    "gradient": gla_kernels.gradient_kernel,
+    "steep_gradient": gla_kernels.steep_gradient_kernel,
+}
 DPLR = {
     "gates": channel_gates.channel_gate_kernel,
     "prepare": dplr_kernels.prepare_kernel,
@@ -59,6 +71,7 @@ DPLR = {
     "key_gradient": dplr_kernels.key_gradient_kernel,
 }
 KERNELS = {"gated_delta_rule": DELTA_RULE, "delta_rule": DELTA_RULE, "simple_gla": SIMPLE_GLA, "no_gate": SIMPLE_GLA}
+KERNELS["gla"] = GLA
 KERNELS |= {f"{scheme}{chunk}": DPLR for scheme in ("centred", "robust") for chunk in (16, 32, 64)}
 KERNELS["fp32_states"] = {name: SIMPLE_GLA[name] for name in ("scan", "output", "gradient")}  # of the full format
 UNGATED = ("delta_rule", "no_gate")
@@ -75,6 +88,8 @@ def schedule_of(op, name, call):
         return schedules.schedule(call)
     if KERNELS[op] is DPLR:
         return (dplr_schedules.centred if op.startswith("centred") else dplr_schedules.robust)(call)
+    if KERNELS[op] is GLA:
+        return gla_schedules.split(call)
     return simple_gla_schedules.fused(call) if name == "fused" else simple_gla_schedules.split(call)
 
 
@@ -86,14 +101,15 @@ def tile_of(name):
 def compiled(op, name, call, schedule, ragged=True):
     """The kernel of one tile, compiled for the device of the facts."""
     kernel = KERNELS[op][name]
-    dplr = KERNELS[op] is DPLR
+    dplr, channels = KERNELS[op] is DPLR, KERNELS[op] in (DPLR, GLA)
     delta, gated = KERNELS[op] is DELTA_RULE or dplr, op not in UNGATED
     tile = getattr(schedule, tile_of(name))
     values = {
         **{axis: call.size(axis) for axis in ("H", "HV", "K", "V")},
         **{"BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows, "STAGES": tile.stages},
         **{"C": schedule.chunk_size, "DOT": DOT[schedule.dot], "RAGGED": ragged, "DELTA": delta, "GATED": gated},
-        **{"HAS_DG": gated, "CHANNELS": False, "DECAYED": dplr, "LOW_RANK": dplr, **FLAGS},
+        **{"HAS_DG": gated, "DECAYED": channels, "LOW_RANK": dplr, **FLAGS},
+        **{"SUMMED": False, "WIDTH": triton.next_power_of_2(call.size("K"))},
     }
     if dplr:
         values |= {"HV": call.size("H"), "CENTRED": schedule.centred, "SOLVE": True}
@@ -146,6 +162,7 @@ CASES = [
         for case in (*COVERING, *MANY_STATES)
         if name != "fused" or case[0] == "H200"
     ],
+    *[("gla", name, *case) for name in GLA for case in (*COVERING, *MANY_STATES[:2])],
     *[("no_gate", name, *case) for name in SIMPLE_GLA for case in (COVERING[0], MANY_STATES[1])],
     *[("fp32_states", name, *case) for name in KERNELS["fp32_states"] for case in MANY_STATES],
     *[("centred32", name, "H200", "bf16", 64, 64, 64) for name in DPLR],
@@ -238,6 +255,7 @@ def test_every_width_has_a_schedule_everywhere(device, dtype, widths):
     """Whether a rule refuses them is another matter."""
     assert isinstance(schedules.schedule(facts(device, dtype, *widths)), schedules.Schedule)
     assert isinstance(simple_gla_schedules.split(facts(device, dtype, *widths)), simple_gla_schedules.Split)
+    assert isinstance(gla_schedules.split(facts(device, dtype, *widths)), gla_schedules.Split)
     for chunk in (16, 32, 64):
         found = dplr_schedules.robust(facts(device, dtype, *widths, chunk=chunk))
         assert isinstance(found, dplr_schedules.Schedule)

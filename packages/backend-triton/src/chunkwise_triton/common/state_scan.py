@@ -6,17 +6,15 @@ One program carries BV columns of one state. With ``key_out = exp(G_C - G_t) k``
     backward   d_v_new += key_out dS'                 dS = exp(G_C) dS' + scale query_in^T d_o - w^T d_v_new
 
 for delta rules (DELTA). States that only forget and add have no w: v_new is v, and the backward carries dS alone. Not
-GATED: nothing is forgotten, and no gate is read. CHANNELS: each channel of the keys has a gate of its own, HV = H, and
-``to_end`` and ``whole`` are G ``[B, T, H, K]`` and what rounding took from it (``channel_gates``). DECAYED: it has, but
-k and q come as key_out and scale query_in, and ``whole`` is ``exp(G_C)`` ``[slots, HV, K]``. LOW_RANK: S' has one more
-term ``k_more^T v_more``. A chunk's rows do not depend on one another here, so where shared memory is small they are
-taken ROWS at a time.
+GATED: nothing is forgotten, and no gate is read. DECAYED: each channel of the keys has a gate of its own, HV = H; k and
+q come as key_out and scale query_in, and ``whole`` is ``exp(G_C)`` ``[slots, H, K]``. LOW_RANK: S' has one more term
+``k_more^T v_more``. A chunk's rows do not depend on one another here, so where shared memory is small they are taken
+ROWS at a time.
 """
 
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.channel_gates import channel_sums, channel_totals, decay_to_end
 from chunkwise_triton.common.chunks import span
 from chunkwise_triton.common.tiles import load_row, load_rows, load_state, load_vector, store_rows, store_state
 
@@ -26,7 +24,7 @@ def scan_kernel(
     k, w, v_new, k_more, v_more, to_end, whole, states, initial_state, final_state, cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    DELTA: tl.constexpr, GATED: tl.constexpr, CHANNELS: tl.constexpr, DECAYED: tl.constexpr, LOW_RANK: tl.constexpr,
+    DELTA: tl.constexpr, GATED: tl.constexpr, DECAYED: tl.constexpr, LOW_RANK: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes the entry states of all chunks and the state behind the last token; DELTA: turns u into v_new in place."""
@@ -47,10 +45,7 @@ def scan_kernel(
         at = first + chunk * C
         store_state(states, s, slot + chunk, hv, HV, K, V, kk, vv)
         entry = s.to(DOT)
-        if CHANNELS:
-            high_end, low_end = channel_totals(to_end, whole, at, tl.minimum(rows, C), hv, HV, kk, K, DOT)
-            s *= tl.exp(high_end)[:, None]
-        elif DECAYED:
+        if DECAYED:
             s *= load_row(whole, (slot + chunk).to(tl.int64), hv, HV, kk, K)[:, None]
         elif GATED:
             s *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
@@ -63,13 +58,10 @@ def scan_kernel(
                 store_rows(v_new, x, at, t, rows, hv, HV, vv, V)
             else:
                 x = load_rows(v_new, at, t, rows, hv, HV, vv, V)  # [ROWS, BV]
-            if GATED and not (CHANNELS or DECAYED):
+            if GATED and not DECAYED:
                 end = load_vector(to_end, at, t, rows, hv, HV)
             k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
-            if CHANNELS:
-                high, low = channel_sums(to_end, whole, at, t, rows, hv, HV, kk, K, DOT)  # [ROWS, BK] fp32
-                k_tile = (k_tile.to(tl.float32) * decay_to_end(high, low, high_end, low_end, DOT)).to(DOT)
-            elif GATED and not DECAYED:
+            if GATED and not DECAYED:
                 x = x.to(tl.float32) * end[:, None]
             s += tl.dot(tl.trans(k_tile), x.to(DOT), input_precision="tf32x3")
             if LOW_RANK:
@@ -86,7 +78,7 @@ def scan_backward_kernel(
     cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    DELTA: tl.constexpr, GATED: tl.constexpr, CHANNELS: tl.constexpr, DECAYED: tl.constexpr, HAS_DO: tl.constexpr,
+    DELTA: tl.constexpr, GATED: tl.constexpr, DECAYED: tl.constexpr, HAS_DO: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of every chunk's exit state and of the initial state; DELTA: completes d_v_new in place."""
@@ -108,10 +100,7 @@ def scan_backward_kernel(
         at = first + chunk * C
         store_state(d_states, ds, slot + chunk, hv, HV, K, V, kk, vv)
         leaving = ds.to(DOT)
-        if CHANNELS:
-            high_end, low_end = channel_totals(to_end, whole, at, tl.minimum(rows, C), hv, HV, kk, K, DOT)
-            ds *= tl.exp(high_end)[:, None]
-        elif DECAYED:
+        if DECAYED:
             ds *= load_row(whole, (slot + chunk).to(tl.int64), hv, HV, kk, K)[:, None]
         elif GATED:
             ds *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
@@ -119,12 +108,9 @@ def scan_backward_kernel(
             t = begin + tl.arange(0, ROWS)
             if DELTA:
                 end = tl.full((ROWS,), 1.0, tl.float32)
-                if GATED and not (CHANNELS or DECAYED):
+                if GATED and not DECAYED:
                     end = load_vector(to_end, at, t, rows, hv, HV)
                 k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
-                if CHANNELS:
-                    high, low = channel_sums(to_end, whole, at, t, rows, hv, HV, kk, K, DOT)  # [ROWS, BK] fp32
-                    k_tile = (k_tile.to(tl.float32) * decay_to_end(high, low, high_end, low_end, DOT)).to(DOT)
                 dx = tl.dot(k_tile, leaving, input_precision="tf32x3") * end[:, None]
                 if HAS_DO:
                     dx += load_rows(d_v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV]
@@ -133,11 +119,8 @@ def scan_backward_kernel(
                 ds -= tl.dot(tl.trans(w_tile), dx.to(DOT), input_precision="tf32x3")
             if HAS_DO:
                 q_tile = load_rows(q, at, t, rows, h, H, kk, K)  # [ROWS, BK]
-                if CHANNELS:
-                    sums = load_rows(g_cumsum, at, t, rows, hv, HV, kk, K)  # [ROWS, BK] fp32
-                    q_tile = q_tile.to(tl.float32) * tl.exp(sums)
                 start = tl.full((ROWS,), 1.0, tl.float32)
-                if GATED and not (CHANNELS or DECAYED):
+                if GATED and not DECAYED:
                     start = tl.exp(load_vector(g_cumsum, at, t, rows, hv, HV))
                 start = (start * scale)[:, None]
                 if DECAYED:

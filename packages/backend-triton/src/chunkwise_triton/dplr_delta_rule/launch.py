@@ -100,7 +100,7 @@ def _scan(
         scan_kernel, call.schedule.scan,
         chunk["b_out"], chunk["w"], chunk["u"], chunk["k_out"], call.v, chunk["whole"], chunk["whole"],
         states, or_any(initial, states), or_any(final, states),
-        DELTA=True, GATED=True, CHANNELS=False, DECAYED=True, LOW_RANK=True,
+        DELTA=True, GATED=True, DECAYED=True, LOW_RANK=True,
         HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
@@ -125,7 +125,7 @@ def backward(schedule: Schedule, inputs: Any, residuals: Any, grads: Grads, need
         scan_backward_kernel, schedule.scan_backward,
         chunk["q_in"], chunk["b_out"], chunk["w"], chunk["whole"], chunk["whole"], chunk["whole"],
         or_any(d_o, call.v), chunk["d_u"], d_states, or_any(d_initial, d_states), or_any(d_final, d_states), call.scale,
-        DELTA=True, GATED=True, CHANNELS=False, DECAYED=True, HAS_DO=d_o is not None,
+        DELTA=True, GATED=True, DECAYED=True, HAS_DO=d_o is not None,
         HAS_INITIAL=d_initial is not None, HAS_FINAL=d_final is not None,
     )  # fmt: skip
     found = _input_gradients(call, inputs.initial_state, chunk, grads, d_states, "gk" in needs)

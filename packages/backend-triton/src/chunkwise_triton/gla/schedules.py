@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_triton.common import schedules
-from chunkwise_triton.common.schedules import ALL, CHUNK, Tile, Tiles, choose, tiles
+from chunkwise_triton.common.schedules import CHUNK, SCAN_FEW, SCAN_MANY, Tile, Tiles, choose, scan_elements, tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,35 +16,34 @@ class Split(schedules.Schedule):
     """The launch configuration of the kernels that pass states through memory; equal ones are one object.
 
     Args:
-        gates, scan, output, scan_backward, gradient: the kernels' tiles.
+        decay, scan, steep_pairs, output, scan_backward, value_gradient, gradient, steep_gradient: the kernels' tiles.
     """
 
-    gates: Tile
+    decay: Tile
     scan: Tile
+    steep_pairs: Tile
     output: Tile
     scan_backward: Tile
+    value_gradient: Tile
     gradient: Tile
+    steep_gradient: Tile
 
 
-_GATES = tiles((64, 64, 4, 1), (32, 32, 4, 1))
-_SMALL_SCANS = tuple(Tile(ALL, 32, rows, 4, 1) for rows in (64, 32, 16))
-# Few states: narrow tiles make more programs. Many: wide ones read keys or queries, and gates, less often.
-_SCAN_FEW = (*tiles((ALL, 32, 4, 2)), *_SMALL_SCANS)
-_SCAN_MANY = (*tiles((ALL, 64, 4, 2), (ALL, 64, 4, 1)), *_SCAN_FEW)
-_OUTPUT = tiles((64, 128, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1))
-_GRADIENT = tiles((64, 64, 4, 1), (32, 32, 4, 1))
+_SMALL = tiles((64, 64, 4, 1), (32, 32, 4, 1))
+_OUTPUT = (*tiles((64, 128, 4, 2), (64, 128, 4, 1)), *_SMALL)
+_GRADIENT = (*tiles((64, 64, 4, 2)), *_SMALL)
 
 
-def _gates(t: Tile) -> int:
+def _square(t: Tile) -> int:
     return 2 * CHUNK * t.block_k
 
 
-def _scan(t: Tile) -> int:
-    return t.stages * t.rows * (3 * t.block_k + t.block_v) + 2 * t.rows * t.block_v
+def _pairs(t: Tile) -> int:
+    return 2 * CHUNK * t.block_k + 2 * CHUNK * CHUNK
 
 
 def _output(t: Tile) -> int:
-    return 4 * CHUNK * t.block_k + (CHUNK + t.block_k) * t.block_v + CHUNK * CHUNK
+    return t.stages * (2 * CHUNK + t.block_v) * t.block_k + CHUNK * (t.block_v + CHUNK) + 2 * CHUNK * t.block_k
 
 
 def _gradient(t: Tile) -> int:
@@ -52,11 +51,14 @@ def _gradient(t: Tile) -> int:
 
 
 KERNELS = {
-    "gates": Tiles(_GATES, _GATES, _gates),
-    "scan": Tiles(_SCAN_FEW, _SCAN_MANY, _scan, scans=True, paired=True),
+    "decay": Tiles(_SMALL, _SMALL, _square),
+    "scan": Tiles(SCAN_FEW, SCAN_MANY, scan_elements, scans=True, paired=True),
+    "steep_pairs": Tiles(_SMALL, _SMALL, _pairs),
     "output": Tiles(_OUTPUT, _OUTPUT, _output),
-    "scan_backward": Tiles(_SCAN_FEW, _SCAN_MANY, _scan, scans=True, paired=True),
+    "scan_backward": Tiles(SCAN_FEW, SCAN_MANY, scan_elements, scans=True, paired=True),
+    "value_gradient": Tiles(_OUTPUT, _OUTPUT, _output),
     "gradient": Tiles(_GRADIENT, _GRADIENT, _gradient),
+    "steep_gradient": Tiles(_SMALL, _SMALL, _gradient),
 }
 """The tiles of each kernel."""
 

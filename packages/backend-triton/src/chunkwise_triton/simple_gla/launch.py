@@ -74,7 +74,7 @@ def _scan(
         scan_kernel, schedule.scan,
         call.k, call.k, call.v, call.k, call.v, gates["to_end"], gates["whole"],
         states, or_any(initial, states), or_any(final, states),
-        DELTA=False, GATED=call.gated, CHANNELS=False, DECAYED=False, LOW_RANK=False,
+        DELTA=False, GATED=call.gated, DECAYED=False, LOW_RANK=False,
         HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
@@ -97,7 +97,7 @@ def backward(
         scan_backward_kernel, schedule.scan_backward,
         call.q, call.k, call.k, gates["g_cumsum"], gates["to_end"], gates["whole"], or_any(d_o, call.v), d_states,
         d_states, or_any(d_initial, d_states), or_any(d_final, d_states), call.scale,
-        DELTA=False, GATED=call.gated, CHANNELS=False, DECAYED=False, HAS_DO=d_o is not None,
+        DELTA=False, GATED=call.gated, DECAYED=False, HAS_DO=d_o is not None,
         HAS_INITIAL=d_initial is not None, HAS_FINAL=d_final is not None,
     )  # fmt: skip
     found = {name: call.rows(getattr(call, name)) for name in ("q", "k", "v")}

@@ -69,8 +69,9 @@ def prepare_kernel(
         a, k, b, g_cumsum, g_low, first, rows, h, H, K, C, BLOCK_K, DOT, CENTRED, True
     )  # fmt: skip
     if INVERT:
-        # In fp32: a and b are the caller's, and what fp16 holds is no bound for them.
-        m = unit_lower_inverse(-by_b, C, tl.float32).to(DOT)
+        # Of tf32 and not fp16 beside bf16: a and b are the caller's, and what fp16 holds is no bound for them.
+        PRECISION: tl.constexpr = "tf32" if tl.bfloat16 == DOT else "tf32x3"
+        m = unit_lower_inverse(-by_b, C, tl.float32, PRECISION).to(DOT)
         if KEEP:
             store_rows(inverse, m, first, t, rows, h, H, t, C)
     else:
@@ -223,6 +224,9 @@ def key_gradient_kernel(
     da_tile = tl.zeros((C, BLOCK_K), tl.float32)
     db_tile = tl.zeros((C, BLOCK_K), tl.float32)
     dg_tile = tl.zeros((C, BLOCK_K), tl.float32)
+    # What the gates up to a row, and up to the row before, receive from it: summed once, at the end.
+    at_row = tl.zeros((C, BLOCK_K), tl.float32)
+    at_before = tl.zeros((C, BLOCK_K), tl.float32)
 
     # Through pairs of rows. Tiles are loaded where they are used: registers are what this kernel runs out of.
     for level in range(LEVELS):
@@ -250,7 +254,10 @@ def key_gradient_kernel(
             by_b += tl.dot(tl.trans(weights_b), left_dot, input_precision="tf32x3")
             if HAS_DG:
                 # From the rounded operands, so that both ends of a pair give the gates the same number.
-                dg_tile += sums_over_rows(by_left * left_dot.to(tl.float32), level, C, "from", CENTRED, DOT)
+                if CENTRED:
+                    at_row += by_left * left_dot.to(tl.float32)
+                else:
+                    dg_tile += sums_over_rows(by_left * left_dot.to(tl.float32), level, C, "from", False, DOT)
         pairs = meeting_pairs(level, C, CENTRED, True)
         weights_k = tl.where(pairs, load_rows(d_ak, first, t, rows, h, H, t, C), 0.0).to(DOT)  # [C, C]
         weights_b = tl.where(pairs, load_rows(d_ab, first, t, rows, h, H, t, C), 0.0).to(DOT)  # [C, C]
@@ -266,12 +273,13 @@ def key_gradient_kernel(
         dk_tile += by_k * on_right
         db_tile += by_b * on_right
         if HAS_DG:
-            dg_tile += sums_over_rows(by_left * left_dot.to(tl.float32), level, C, "after", CENTRED, DOT)
             at_right = by_k * k_dot.to(tl.float32) + by_b * b_dot.to(tl.float32)
             if CENTRED:
                 # Every pair is in both sums; with the undecayed ones left out they cancel to an ulp of what decays.
-                dg_tile -= sums_over_rows(at_right, level, C, "from", True, DOT)
+                at_row -= at_right
+                at_before += by_left * left_dot.to(tl.float32)
             else:
+                dg_tile += sums_over_rows(by_left * left_dot.to(tl.float32), level, C, "after", False, DOT)
                 dg_tile += sums_over_rows(at_right, level, C, "before", False, DOT)
 
     # Through the states, and through pairs that know no decay. No loads are moved over a barrier: without them all
@@ -284,7 +292,7 @@ def key_gradient_kernel(
         dq_tile += by_state
         tile = load_rows(q, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
         if HAS_DG:
-            dg_tile += sums_over_rows(by_state * tile, 0, C, "from", True, DOT)
+            at_row += by_state * tile
         own = own_row(load_rows(d_qk, first, t, rows, h, H, t, C), 0)
         dk_tile += own * tile
         dq_tile += own * load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)
@@ -299,7 +307,7 @@ def key_gradient_kernel(
     da_tile += by_state
     tile = load_rows(a, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
     if HAS_DG:
-        dg_tile += sums_over_rows(by_state * tile, 0, C, "after", True, DOT)
+        at_before += by_state * tile
     tile = load_rows(a, first, t + 1, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
     weights = load_rows(d_ak, first, t, rows, h, H, t, C)  # [C, C]
     dk_tile += own_column(weights, 1) * tile
@@ -320,6 +328,8 @@ def key_gradient_kernel(
     leaving += by_state * load_rows(b, first, t, rows, h, H, kk, K).to(tl.float32)
     if HAS_DG:
         dg_tile += sums_over_rows(leaving, 0, C, "before", True, DOT)
+        dg_tile += sums_over_rows(at_row, 0, C, "from", True, DOT)
+        dg_tile += sums_over_rows(at_before, 0, C, "after", True, DOT)
         start, length = sequence_span(n, cu_seqlens, T, RAGGED)
         through = exact_products(
             states, d_states, initial_state, d_final, slot, n, h, kk, first == start, first + rows == start + length,

@@ -14,8 +14,12 @@ from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
-from chunkwise_triton.common import chunk_products, state_scan
+from chunkwise_triton.common import channel_gates, chunk_products, state_scan
+from chunkwise_triton.dplr_delta_rule import kernels as dplr_kernels
+from chunkwise_triton.dplr_delta_rule import schedules as dplr_schedules
 from chunkwise_triton.gated_delta_rule import kernels, schedules
+from chunkwise_triton.gla import kernels as gla_kernels
+from chunkwise_triton.gla import schedules as gla_schedules
 from chunkwise_triton.simple_gla import kernels as simple_gla_kernels
 from chunkwise_triton.simple_gla import schedules as simple_gla_schedules
 
@@ -24,6 +28,8 @@ NVDISASM = BIN / "nvdisasm"
 DOT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 FP32 = ["g", "g_cumsum", "g_low", "to_end", "whole", "beta", "dg", "d_beta", "sums", "state_sums"]
 FP32 += ["state_dq", "state_dk", "initial_state", "final_state", "d_initial", "d_final"]
+WIDENED = ["q_k", "q_b", "a_k", "q_in", "k_out", "b_out", "d_u", "d_rhs", "states", "d_states"]
+WIDENED += ["d_qk", "d_qb", "d_ak", "d_ab"]
 INT32 = ["cu_seqlens", "table", "first_slots"]
 SCALARS = {"T": "i32", "per_row": "i32", "scale": "fp32"}
 FLAGS = {"INVERT": True, "KEEP": True, "HAS_INITIAL": True, "HAS_FINAL": True, "HAS_DO": True}
@@ -44,45 +50,84 @@ SIMPLE_GLA = {
     "scan_backward": state_scan.scan_backward_kernel,
     "gradient": simple_gla_kernels.gradient_kernel,
 }
+GLA = {
+    "decay": gla_kernels.decay_kernel,
+    "scan": state_scan.scan_kernel,
+    "steep_pairs": gla_kernels.steep_pairs_kernel,
+    "output": gla_kernels.output_kernel,
+    "scan_backward": state_scan.scan_backward_kernel,
+    "value_gradient": gla_kernels.value_gradient_kernel,
+    "gradient": gla_kernels.gradient_kernel,
+    "steep_gradient": gla_kernels.steep_gradient_kernel,
+}
+DPLR = {
+    "gates": channel_gates.channel_gate_kernel,
+    "prepare": dplr_kernels.prepare_kernel,
+    "prepare_backward": dplr_kernels.prepare_kernel,
+    "scan": state_scan.scan_kernel,
+    "output": dplr_kernels.low_rank_output_kernel,
+    "scan_backward": state_scan.scan_backward_kernel,
+    "value_gradient": dplr_kernels.value_gradient_kernel,
+    "key_gradient": dplr_kernels.key_gradient_kernel,
+}
 KERNELS = {"gated_delta_rule": DELTA_RULE, "delta_rule": DELTA_RULE, "simple_gla": SIMPLE_GLA, "no_gate": SIMPLE_GLA}
+KERNELS["gla"] = GLA
+KERNELS |= {f"{scheme}{chunk}": DPLR for scheme in ("centred", "robust") for chunk in (16, 32, 64)}
 KERNELS["fp32_states"] = {name: SIMPLE_GLA[name] for name in ("scan", "output", "gradient")}  # of the full format
 UNGATED = ("delta_rule", "no_gate")
 
 
-def facts(device, dtype, key_width, value_width, sequences=1, heads=(4, 8)):
+def facts(device, dtype, key_width, value_width, sequences=1, heads=(4, 8), chunk=64):
     sizes = {"B": sequences, "T": 4096, "H": heads[0], "HV": heads[1], "K": key_width, "V": value_width, "N": sequences}
-    return Facts("chunk_gated_delta_rule", FAKE_DEVICES[device], sizes, dict.fromkeys("qkv", dtype))
+    dtypes, flags = dict.fromkeys("qkv", dtype), {"chunk_size": chunk}
+    return Facts("chunk_gated_delta_rule", FAKE_DEVICES[device], sizes, dtypes, flags)
 
 
 def schedule_of(op, name, call):
     if KERNELS[op] is DELTA_RULE:
         return schedules.schedule(call)
+    if KERNELS[op] is DPLR:
+        return (dplr_schedules.centred if op.startswith("centred") else dplr_schedules.robust)(call)
+    if KERNELS[op] is GLA:
+        return gla_schedules.split(call)
     return simple_gla_schedules.fused(call) if name == "fused" else simple_gla_schedules.split(call)
+
+
+def tile_of(name):
+    """The field of a schedule that holds a kernel's tile."""
+    return "prepare" if name == "prepare_backward" else name
 
 
 def compiled(op, name, call, schedule, ragged=True):
     """The kernel of one tile, compiled for the device of the facts."""
     kernel = KERNELS[op][name]
-    delta, gated = KERNELS[op] is DELTA_RULE, op not in UNGATED
-    tile = getattr(schedule, name)
+    dplr, channels = KERNELS[op] is DPLR, KERNELS[op] in (DPLR, GLA)
+    delta, gated = KERNELS[op] is DELTA_RULE or dplr, op not in UNGATED
+    tile = getattr(schedule, tile_of(name))
     values = {
         **{axis: call.size(axis) for axis in ("H", "HV", "K", "V")},
-        **{"C": 64, "BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows},
-        **{"DOT": DOT[schedule.dot], "RAGGED": ragged, "STAGES": tile.stages},
-        **{"DELTA": delta, "GATED": gated, "HAS_DG": gated, **FLAGS},
+        **{"BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows, "STAGES": tile.stages},
+        **{"C": schedule.chunk_size, "DOT": DOT[schedule.dot], "RAGGED": ragged, "DELTA": delta, "GATED": gated},
+        **{"HAS_DG": gated, "DECAYED": channels, "LOW_RANK": dplr, **FLAGS},
+        **{"SUMMED": False, "WIDTH": triton.next_power_of_2(call.size("K"))},
     }
-    if delta:
+    if dplr:
+        values |= {"HV": call.size("H"), "CENTRED": schedule.centred, "SOLVE": True}
+        values["INVERT"] = not name.endswith("_backward")
+    elif delta:
         values["INVERSE_DOT"] = DOT[schedule.inverse_dot]
         values["PARTS"] = -(-call.size("K") // schedule.state_gradient.block_k)
     else:
         values["HV"] = call.size("H")
-    activations = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}[schedule.dot]
+    activations = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}[call.dtype("v")]
     signature = {}
     for argument in kernel.arg_names:
         kinds = {**SCALARS, **dict.fromkeys(FP32, "*fp32"), **dict.fromkeys(INT32, "*i32")}
         kinds |= dict.fromkeys(values, "constexpr")
         if name == "state_gradient":
             kinds |= {"dq": "*fp32", "dk": "*fp32"}
+        if dplr and schedule.dot == "fp32":
+            kinds |= dict.fromkeys(WIDENED, "*fp32")
         if op == "fp32_states":
             kinds["states"] = "*fp32"
         signature[argument] = kinds.get(argument, activations)
@@ -117,18 +162,25 @@ CASES = [
         for case in (*COVERING, *MANY_STATES)
         if name != "fused" or case[0] == "H200"
     ],
+    *[("gla", name, *case) for name in GLA for case in (*COVERING, *MANY_STATES[:2])],
     *[("no_gate", name, *case) for name in SIMPLE_GLA for case in (COVERING[0], MANY_STATES[1])],
     *[("fp32_states", name, *case) for name in KERNELS["fp32_states"] for case in MANY_STATES],
+    *[("centred32", name, "H200", "bf16", 64, 64, 64) for name in DPLR],
+    *[("robust64", name, "H200", "bf16", 128, 128, 64) for name in DPLR if name != "gates"],
+    *[("robust64", name, "H200", "fp16", 64, 64, 64) for name in DPLR],  # with operands of fp32
+    *[("centred64", name, "A100", "bf16", 128, 128, 1) for name in DPLR if name != "gates"],
+    *[("robust16", name, "RTX 5090", "bf16", 256, 256, 1) for name in DPLR if name != "gates"],
 ]
 
 
 @pytest.mark.parametrize(("op", "name", "device", "dtype", "key_width", "value_width", "sequences"), CASES)
 def test_compiled_kernels(op, name, device, dtype, key_width, value_width, sequences):
     """A tile takes no more shared memory than its schedule says, and its matrix instructions read the right tiles."""
-    call = facts(device, dtype, key_width, value_width, sequences)
+    chunk = int(op[-2:]) if KERNELS[op] is DPLR else 64
+    call = facts(device, dtype, key_width, value_width, sequences, chunk=chunk)
     schedule = schedule_of(op, name, call)
     kernel = compiled(op, name, call, schedule)
-    promised = getattr(schedule, name).shared_memory_bytes
+    promised = getattr(schedule, tile_of(name)).shared_memory_bytes
     assert kernel.metadata.shared <= promised <= call.device.shared_memory_bytes
     if call.device.arch == "sm90":
         assert not wrong_descriptors(disassemble(kernel.asm["cubin"], NVDISASM))
@@ -203,6 +255,11 @@ def test_every_width_has_a_schedule_everywhere(device, dtype, widths):
     """Whether a rule refuses them is another matter."""
     assert isinstance(schedules.schedule(facts(device, dtype, *widths)), schedules.Schedule)
     assert isinstance(simple_gla_schedules.split(facts(device, dtype, *widths)), simple_gla_schedules.Split)
+    assert isinstance(gla_schedules.split(facts(device, dtype, *widths)), gla_schedules.Split)
+    for chunk in (16, 32, 64):
+        found = dplr_schedules.robust(facts(device, dtype, *widths, chunk=chunk))
+        assert isinstance(found, dplr_schedules.Schedule)
+        assert found.chunk_size == chunk
     if device == "H200" and dtype != "fp32":
         assert isinstance(simple_gla_schedules.fused(facts(device, dtype, *widths)), simple_gla_schedules.Fused)
 

@@ -65,6 +65,8 @@ BACKEND = Backend(
     tables=(
         "chunkwise_triton.gated_delta_rule.implementations:IMPLEMENTATIONS",
         "chunkwise_triton.delta_rule.implementations:IMPLEMENTATIONS",
+        "chunkwise_triton.dplr_delta_rule.implementations:IMPLEMENTATIONS",
+        "chunkwise_triton.gla.implementations:IMPLEMENTATIONS",
         "chunkwise_triton.simple_gla.implementations:IMPLEMENTATIONS",
         "chunkwise_triton.sink_attention.implementations:IMPLEMENTATIONS",
     ),

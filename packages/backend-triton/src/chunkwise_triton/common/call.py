@@ -12,13 +12,14 @@ from torch import Tensor
 
 from chunkwise.verifier.device import interpreting
 from chunkwise.verifier.facts import Facts
+from chunkwise_triton.common.channel_gates import channel_gate_kernel
 from chunkwise_triton.common.chunks import ChunkMap, chunk_map
 from chunkwise_triton.common.gates import gate_kernel
 from chunkwise_triton.common.launch import Key, aligned, launch, launch_again, warm
 from chunkwise_triton.common.schedules import Schedule, Tile
 
 DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-_TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Call:
@@ -119,6 +120,15 @@ class Call:
                 launch(gate_kernel, programs, arguments, constants, warps, key=key)
         return gates
 
+    def channel_sums(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Gate sums ``[B, T, H, K]`` fp32 of every chunk, and what rounding took from them: written and read with fp32
+        operands only."""
+        g_cumsum = self.rows(self.g, torch.float32)
+        g_low = torch.empty_like(g_cumsum) if self.schedule.dot == "fp32" else g_cumsum
+        parts = -(-self.key_width // tile.block_k)
+        self.per_chunk(channel_gate_kernel, tile, self.heads * parts, self.g, g_cumsum, g_low)
+        return g_cumsum, g_low
+
 
 def or_any(tensor: Tensor | None, never_read: Tensor) -> Tensor:
     """The tensor, or one that stands in its place and is never read."""
@@ -176,7 +186,7 @@ def meta_inputs(
         if not facts.given(name):
             return None
         shape = [lengths.get(axis) or facts.size(axis) for axis in axes[name].split()]
-        dtype = torch.float32 if name == "initial_state" else _TORCH[facts.dtypes[name]]
+        dtype = torch.float32 if name == "initial_state" else TORCH_DTYPES[facts.dtypes[name]]
         return torch.empty(shape, dtype=dtype, device="meta")
 
     names = (*axes, *offsets)

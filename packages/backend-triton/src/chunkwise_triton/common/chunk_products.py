@@ -31,6 +31,23 @@ def row_products(
 
 
 @triton.jit
+def rows_by_state(
+    x, states, slot, first, rows, head, kk,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """``x S^T`` ``[C, columns]`` fp32: rows of a chunk ``[B, T, HEADS, V]`` times columns kk of a state."""
+    BLOCK_K: tl.constexpr = kk.shape[0]
+    t = tl.arange(0, C)
+    result = tl.zeros((C, BLOCK_K), tl.float32)
+    for begin in range(0, V, BV):
+        vv = begin + tl.arange(0, BV)
+        x_tile = load_rows(x, first, t, rows, head, HEADS, vv, V).to(DOT)  # [C, BV]
+        s = load_state(states, slot, head, HEADS, K, V, kk, vv).to(DOT)  # [BLOCK_K, BV]
+        result += tl.dot(x_tile, tl.trans(s), input_precision="tf32x3")
+    return result
+
+
+@triton.jit
 def state_products(
     v_new, d_o, d_rhs, states, d_states, slot, first, rows, hv, kk,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,

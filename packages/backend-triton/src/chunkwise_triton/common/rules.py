@@ -11,14 +11,14 @@ ARCHS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120", "sm1
 
 
 def with_activations(facts: Facts, dtype: str) -> Facts:
-    """The same facts with q, k and v of one dtype."""
-    for name in ("q", "k", "v"):
+    """The same facts with q, k, v and, where they are given, a and b of one dtype."""
+    for name in ("q", "k", "v", *filter(facts.given, ("a", "b"))):
         facts = facts.with_dtype(name, dtype)
     return facts
 
 
 def _without_bf16(facts: Facts) -> Facts:
-    if all(facts.dtype(name) == "bf16" for name in ("q", "k", "v")):
+    if all(facts.dtype(name) in ("bf16", None) for name in ("q", "k", "v", "a", "b")):
         return with_activations(facts, "fp16")
     return facts.with_dtype("v", "fp16") if facts.dtype("v") == "bf16" else facts
 
@@ -35,23 +35,32 @@ NO_INTERPRETED_BF16 = Rule(
 )
 
 
-def _many_rows_in_registers(facts: Facts) -> bool:
-    # Beyond 256 another rule refuses already, and on every device.
-    return facts.dtype("v") == "fp32" and 128 < facts.size("K") <= 256
+def wide_fp32_needs_hopper(*widened: str) -> Rule:
+    """The scans hold K rows of a state as operands in registers where the matrix instruction does not read shared
+    memory; ``widened`` are the activations whose operands are fp32."""
+
+    def fits(facts: Facts) -> bool:
+        # Beyond 256 another rule refuses already, and on every device.
+        many_rows = facts.dtype("v") in widened and 128 < facts.size("K") <= 256
+        return facts.device.kind != "cuda" or facts.device.arch == "sm90" or not many_rows
+
+    others = [dtype for dtype in ("bf16", "fp16") if dtype not in widened]
+    return Rule(
+        name="fp32 beyond K = 128 needs Hopper",
+        kind=Kind.UNSUPPORTED,
+        reads=frozenset({"device", "dtype:v", "K"}),
+        holds=fits,
+        message=lambda f: f"states of {f.size('K')} rows in fp32 do not fit the registers of {f.device.arch}",
+        remedy=f"use {' or '.join(others)}, or K <= 128",
+        violate=lambda f: with_activations(f.on(FAKE_DEVICES["A100"]), "fp32").with_size("K", 256),
+        satisfy=lambda f: f.with_size("K", min(f.size("K"), 128)),
+    )
 
 
-# The scans hold K rows of a state as operands in registers where the matrix instruction does not read shared memory.
-WIDE_FP32_NEEDS_HOPPER = Rule(
-    name="fp32 beyond K = 128 needs Hopper",
-    kind=Kind.UNSUPPORTED,
-    reads=frozenset({"device", "dtype:v", "K"}),
-    holds=lambda f: f.device.kind != "cuda" or f.device.arch == "sm90" or not _many_rows_in_registers(f),
-    message=lambda f: f"states of {f.size('K')} rows in fp32 do not fit the registers of {f.device.arch}",
-    remedy="use bf16 or fp16, or K <= 128",
-    violate=lambda f: with_activations(f.on(FAKE_DEVICES["A100"]), "fp32").with_size("K", 256),
-    satisfy=lambda f: f.with_size("K", min(f.size("K"), 128)),
-)
+def anywhere(of_one_dtype: str = "q k v") -> tuple[Rule, ...]:
+    """What no kernel can do on any device."""
+    return (same_dtype(of_one_dtype), size_at_most("K", 256), size_at_most("V", 256), NO_INTERPRETED_BF16)
 
-ANYWHERE = (same_dtype("q k v"), size_at_most("K", 256), size_at_most("V", 256), NO_INTERPRETED_BF16)
-"""What no kernel can do on any device."""
-REQUIRES = (*ANYWHERE, WIDE_FP32_NEEDS_HOPPER)
+
+ANYWHERE = anywhere()
+REQUIRES = (*ANYWHERE, wide_fp32_needs_hopper("fp32"))

@@ -77,9 +77,21 @@ ALL = 256
 """Columns of a scan's tile: it holds all rows of a state."""
 
 
-def tiles(*shapes: tuple[int, int, int, int]) -> tuple[Tile, ...]:
+def tiles(*shapes: tuple[int, int, int, int], rows: int = CHUNK) -> tuple[Tile, ...]:
     """Tiles of whole chunks from (block_k, block_v, warps, stages)."""
-    return tuple(Tile(block_k, block_v, CHUNK, warps, stages) for block_k, block_v, warps, stages in shapes)
+    return tuple(Tile(block_k, block_v, rows, warps, stages) for block_k, block_v, warps, stages in shapes)
+
+
+_SMALL_SCANS = tuple(Tile(ALL, 32, rows, 4, 1) for rows in (64, 32, 16))
+# Few states: narrow tiles make more programs. Many: wide ones read keys or queries less often.
+SCAN_FEW = (*tiles((ALL, 32, 4, 3), (ALL, 32, 4, 2)), *_SMALL_SCANS)
+SCAN_MANY = (*tiles((ALL, 64, 4, 3), (ALL, 64, 4, 2)), *SCAN_FEW)
+"""Tiles of the scans that only forget and add."""
+
+
+def scan_elements(t: Tile) -> int:
+    """Of these scans."""
+    return t.stages * t.rows * (t.block_k + t.block_v) + 2 * t.rows * t.block_v
 
 
 def output_elements(t: Tile) -> int:

@@ -1,4 +1,4 @@
-"""The scan of states over the chunks of a sequence, forward and backward, for recurrences with a scalar decay.
+"""The scan of states over the chunks of a sequence, forward and backward.
 
 One program carries BV columns of one state. With ``key_out = exp(G_C - G_t) k`` and ``query_in = exp(G) q``:
 
@@ -6,23 +6,26 @@ One program carries BV columns of one state. With ``key_out = exp(G_C - G_t) k``
     backward   d_v_new += key_out dS'                 dS = exp(G_C) dS' + scale query_in^T d_o - w^T d_v_new
 
 for delta rules (DELTA). States that only forget and add have no w: v_new is v, and the backward carries dS alone. Not
-GATED: nothing is forgotten, and no gate is read. A chunk's rows do not depend on one another here, so where shared
-memory is small they are taken ROWS at a time.
+GATED: nothing is forgotten, and no gate is read. DECAYED: each channel of the keys has a gate of its own, HV = H; k and
+q come as key_out and scale query_in, and ``whole`` is ``exp(G_C)`` ``[slots, H, K]``. LOW_RANK: S' has one more term
+``k_more^T v_more``. A chunk's rows do not depend on one another here, so where shared memory is small they are taken
+ROWS at a time.
 """
 
 import triton
 import triton.language as tl
 
 from chunkwise_triton.common.chunks import span
-from chunkwise_triton.common.tiles import load_rows, load_state, load_vector, store_rows, store_state
+from chunkwise_triton.common.tiles import load_row, load_rows, load_state, load_vector, store_rows, store_state
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def scan_kernel(
-    k, w, v_new, to_end, whole, states, initial_state, final_state, cu_seqlens, first_slots, T, per_row,
+    k, w, v_new, k_more, v_more, to_end, whole, states, initial_state, final_state, cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    DELTA: tl.constexpr, GATED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
+    DELTA: tl.constexpr, GATED: tl.constexpr, DECAYED: tl.constexpr, LOW_RANK: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes the entry states of all chunks and the state behind the last token; DELTA: turns u into v_new in place."""
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -42,7 +45,9 @@ def scan_kernel(
         at = first + chunk * C
         store_state(states, s, slot + chunk, hv, HV, K, V, kk, vv)
         entry = s.to(DOT)
-        if GATED:
+        if DECAYED:
+            s *= load_row(whole, (slot + chunk).to(tl.int64), hv, HV, kk, K)[:, None]
+        elif GATED:
             s *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
         for begin in tl.static_range(0, C, ROWS):
             t = begin + tl.arange(0, ROWS)
@@ -53,12 +58,16 @@ def scan_kernel(
                 store_rows(v_new, x, at, t, rows, hv, HV, vv, V)
             else:
                 x = load_rows(v_new, at, t, rows, hv, HV, vv, V)  # [ROWS, BV]
-            if GATED:
+            if GATED and not DECAYED:
                 end = load_vector(to_end, at, t, rows, hv, HV)
             k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
-            if GATED:
+            if GATED and not DECAYED:
                 x = x.to(tl.float32) * end[:, None]
             s += tl.dot(tl.trans(k_tile), x.to(DOT), input_precision="tf32x3")
+            if LOW_RANK:
+                x = load_rows(v_more, at, t, rows, hv, HV, vv, V).to(DOT)  # [ROWS, BV]
+                k_tile = load_rows(k_more, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
+                s += tl.dot(tl.trans(k_tile), x, input_precision="tf32x3")
     if HAS_FINAL:
         store_state(final_state, s, n, hv, HV, K, V, kk, vv)
 
@@ -69,7 +78,7 @@ def scan_backward_kernel(
     cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
-    DELTA: tl.constexpr, GATED: tl.constexpr, HAS_DO: tl.constexpr,
+    DELTA: tl.constexpr, GATED: tl.constexpr, DECAYED: tl.constexpr, HAS_DO: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of every chunk's exit state and of the initial state; DELTA: completes d_v_new in place."""
@@ -91,13 +100,15 @@ def scan_backward_kernel(
         at = first + chunk * C
         store_state(d_states, ds, slot + chunk, hv, HV, K, V, kk, vv)
         leaving = ds.to(DOT)
-        if GATED:
+        if DECAYED:
+            ds *= load_row(whole, (slot + chunk).to(tl.int64), hv, HV, kk, K)[:, None]
+        elif GATED:
             ds *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
         for begin in tl.static_range(0, C, ROWS):
             t = begin + tl.arange(0, ROWS)
             if DELTA:
                 end = tl.full((ROWS,), 1.0, tl.float32)
-                if GATED:
+                if GATED and not DECAYED:
                     end = load_vector(to_end, at, t, rows, hv, HV)
                 k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
                 dx = tl.dot(k_tile, leaving, input_precision="tf32x3") * end[:, None]
@@ -109,10 +120,13 @@ def scan_backward_kernel(
             if HAS_DO:
                 q_tile = load_rows(q, at, t, rows, h, H, kk, K)  # [ROWS, BK]
                 start = tl.full((ROWS,), 1.0, tl.float32)
-                if GATED:
+                if GATED and not DECAYED:
                     start = tl.exp(load_vector(g_cumsum, at, t, rows, hv, HV))
                 start = (start * scale)[:, None]
-                if DELTA:
+                if DECAYED:
+                    query_in = q_tile.to(DOT)
+                    d = load_rows(d_o, at, t, rows, hv, HV, vv, V).to(DOT)  # [ROWS, BV]
+                elif DELTA:
                     query_in = (q_tile.to(tl.float32) * start).to(DOT)
                     d = load_rows(d_o, at, t, rows, hv, HV, vv, V).to(DOT)  # [ROWS, BV]
                 else:  # scales the narrower tile; the other one goes from memory to the product as it is

@@ -27,6 +27,19 @@ def load_rows(x, first, t, rows, head, HEADS, columns, WIDTH):
 
 
 @triton.jit
+def load_rows_above(x, first, t, rows, head, HEADS, columns, WIDTH):
+    """Rows ``first + t - 1``; there is none above the chunk's first."""
+    at = ((first + t[:, None] - 1) * HEADS + head) * WIDTH + columns[None, :]
+    return tl.load(x + at, mask=((t > 0) & (t <= rows))[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_row(x, row, head, HEADS, columns, WIDTH):
+    """One row of one head of ``[B, T, HEADS, WIDTH]``, ``[len(columns)]``."""
+    return tl.load(x + (row * HEADS + head) * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+
+
+@triton.jit
 def store_rows(x, value, first, t, rows, head, HEADS, columns, WIDTH):
     """Write what ``load_rows`` would read, in x's dtype."""
     at = ((first + t[:, None]) * HEADS + head) * WIDTH + columns[None, :]

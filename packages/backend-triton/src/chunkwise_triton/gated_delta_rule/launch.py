@@ -75,9 +75,10 @@ def _scan(call: _Call, saved: dict[str, Tensor], initial: Tensor | None, final: 
     states = call.states()
     call.per_state(
         scan_kernel, call.schedule.scan,
-        call.k, saved["w"], saved["v_new"], saved["to_end"], saved["whole"],
+        call.k, saved["w"], saved["v_new"], call.k, call.v, saved["to_end"], saved["whole"],
         states, or_any(initial, states), or_any(final, states),
-        DELTA=True, GATED=call.gated, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+        DELTA=True, GATED=call.gated, DECAYED=False, LOW_RANK=False,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
 
@@ -122,7 +123,8 @@ def _scan_backward(
         call.q, call.k, saved["w"], saved["g_cumsum"], saved["to_end"], saved["whole"],
         or_any(d_o, call.v), d_v_new, d_states,
         or_any(d_initial, d_states), or_any(d_final, d_states), call.scale,
-        DELTA=True, GATED=call.gated, HAS_DO=d_o is not None, HAS_INITIAL=initial, HAS_FINAL=d_final is not None,
+        DELTA=True, GATED=call.gated, DECAYED=False, HAS_DO=d_o is not None,
+        HAS_INITIAL=initial, HAS_FINAL=d_final is not None,
     )  # fmt: skip
     return d_v_new, d_states, d_initial
 

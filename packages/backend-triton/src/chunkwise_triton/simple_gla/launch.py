@@ -72,8 +72,10 @@ def _scan(
     states = call.states(dtype)
     call.per_state(
         scan_kernel, schedule.scan,
-        call.k, call.k, call.v, gates["to_end"], gates["whole"], states, or_any(initial, states), or_any(final, states),
-        DELTA=False, GATED=call.gated, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+        call.k, call.k, call.v, call.k, call.v, gates["to_end"], gates["whole"],
+        states, or_any(initial, states), or_any(final, states),
+        DELTA=False, GATED=call.gated, DECAYED=False, LOW_RANK=False,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
 
@@ -95,8 +97,8 @@ def backward(
         scan_backward_kernel, schedule.scan_backward,
         call.q, call.k, call.k, gates["g_cumsum"], gates["to_end"], gates["whole"], or_any(d_o, call.v), d_states,
         d_states, or_any(d_initial, d_states), or_any(d_final, d_states), call.scale,
-        DELTA=False, GATED=call.gated, HAS_DO=d_o is not None, HAS_INITIAL=d_initial is not None,
-        HAS_FINAL=d_final is not None,
+        DELTA=False, GATED=call.gated, DECAYED=False, HAS_DO=d_o is not None,
+        HAS_INITIAL=d_initial is not None, HAS_FINAL=d_final is not None,
     )  # fmt: skip
     found = {name: call.rows(getattr(call, name)) for name in ("q", "k", "v")}
     if "g" in needs:

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_triton.common import schedules
-from chunkwise_triton.common.schedules import ALL, CHUNK, Tile, Tiles, choose, output_elements, tiles
+from chunkwise_triton.common.schedules import (
+    ALL,
+    CHUNK,
+    SCAN_FEW,
+    SCAN_MANY,
+    Tile,
+    Tiles,
+    choose,
+    output_elements,
+    scan_elements,
+    tiles,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,18 +47,10 @@ class Fused(schedules.Schedule):
     fused: Tile
 
 
-_SMALL_SCANS = tuple(Tile(ALL, 32, rows, 4, 1) for rows in (64, 32, 16))
-# Few states: narrow tiles make more programs. Many: wide ones read keys or queries less often.
-_SCAN_FEW = (*tiles((ALL, 32, 4, 3), (ALL, 32, 4, 2)), *_SMALL_SCANS)
-_SCAN_MANY = (*tiles((ALL, 64, 4, 3), (ALL, 64, 4, 2)), *_SCAN_FEW)
 _OUTPUT = tiles((128, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1))
 _GRADIENT = tiles((64, 64, 4, 2), (64, 64, 4, 1), (32, 32, 4, 1))
 FUSED_COLUMNS = 64
 _FUSED = tiles((ALL, FUSED_COLUMNS, 4, 2), (ALL, FUSED_COLUMNS, 4, 1))
-
-
-def _scan(t: Tile) -> int:
-    return t.stages * t.rows * (t.block_k + t.block_v) + 2 * t.rows * t.block_v
 
 
 def _gradient(t: Tile) -> int:
@@ -59,9 +62,9 @@ def _fused(t: Tile) -> int:
 
 
 SPLIT_KERNELS = {
-    "scan": Tiles(_SCAN_FEW, _SCAN_MANY, _scan, scans=True, paired=True),
+    "scan": Tiles(SCAN_FEW, SCAN_MANY, scan_elements, scans=True, paired=True),
     "output": Tiles(_OUTPUT, _OUTPUT, output_elements),
-    "scan_backward": Tiles(_SCAN_FEW, _SCAN_MANY, _scan, scans=True, paired=True),
+    "scan_backward": Tiles(SCAN_FEW, SCAN_MANY, scan_elements, scans=True, paired=True),
     "gradient": Tiles(_GRADIENT, _GRADIENT, _gradient),
 }
 FUSED_KERNELS = {"fused": Tiles(_FUSED, _FUSED, _fused, scans=True, paired=True)}

@@ -80,6 +80,7 @@ CASES = (
         sizes_of(1, 128, 5, (24, 24)),
         draw={"k": "parallel", "a": "erase-parallel", "b": "write-parallel"},
     ),
+    Case("safe-gate", sizes_of(1, 100, 3, (16, 24)), options={"safe_gate": True}, present=("initial_state",)),
 )
 
 BENCHMARKS = (

@@ -1,0 +1,1 @@
+"""GLA, linear attention with a gate for each channel of the keys, on Triton."""

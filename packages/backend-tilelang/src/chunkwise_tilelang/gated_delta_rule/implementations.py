@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from chunkwise.verifier.implementation import Implementation
-from chunkwise.verifier.refusal import Kind
-from chunkwise.verifier.rules import Rule, dtype, one_of, same_dtype, size_at_most, size_multiple_of
-from chunkwise_tilelang.gated_delta_rule import schedules
-
-# Of the suite's tests of this forward with Triton's backward some failed on an H200, in a run that ended before it
-# named them; with the backward of torch they pass. Until that is understood no call with gradients comes here unasked.
-NOT_UNASKED_WITH_GRADIENTS = Rule(
-    name="gradients only where it is named",
-    kind=Kind.SLOWER,
-    reads=frozenset({"needs"}),
-    holds=lambda f: not f.needs,
-    message=lambda f: "its residuals have not passed the whole suite with Triton's backward yet",
-    remedy="name the implementation with backend= to run it all the same",
-    violate=lambda f: replace(f, needs=frozenset({"q"})),
-    satisfy=lambda f: replace(f, needs=frozenset()),
-    against="triton/gated_delta_rule/split",
-)
+from chunkwise.verifier.rules import dtype, one_of, same_dtype, size_at_most, size_multiple_of
+from chunkwise_tilelang.gated_delta_rule import schedules, schedules_backward
 
 FUSED = Implementation(
     "tilelang/gated_delta_rule/fused",
@@ -35,10 +18,10 @@ FUSED = Implementation(
         dtype("q", "bf16", "fp16"),
         same_dtype("q k v"),
     ),
-    slower=(NOT_UNASKED_WITH_GRADIENTS,),
-    schedule=schedules.schedule,
+    schedule=schedules_backward.schedule,
     forward="chunkwise_tilelang.gated_delta_rule.launch:forward",
-    compile="chunkwise_tilelang.gated_delta_rule.launch:compile",
+    backward="chunkwise_tilelang.gated_delta_rule.launch_backward:backward",
+    compile="chunkwise_tilelang.gated_delta_rule.launch_backward:compile",
     residuals=("gdn-wy64@1",),
 )
 

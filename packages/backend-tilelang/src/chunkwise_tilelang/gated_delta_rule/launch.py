@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -143,8 +142,8 @@ def _entry_states(
     return states[1]
 
 
-def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
-    """Build the kernels of a call's forward, side by side."""
+def forward_work(schedule: Schedule, facts: Facts) -> list[compiling.Work]:
+    """The kernels of a call's forward, with their constants."""
     heads, value_heads, key_width, value_width = (facts.size(axis) for axis in ("H", "HV", "K", "V"))
     shape = (heads, value_heads, key_width, value_width)
     activations, gates, betas = (_SHORT[facts.dtypes[name]] for name in ("v", "g", "beta"))
@@ -157,4 +156,4 @@ def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
         work += split_work(schedule, shape, activations, ragged)
     if facts.flag("use_qk_l2norm_in_kernel"):
         work.append((l2_normalise, {"width": key_width, "dtype": activations}))
-    compiling.build(work, torch.cuda.current_device())
+    return work

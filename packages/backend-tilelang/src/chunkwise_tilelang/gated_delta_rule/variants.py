@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from chunkwise_tilelang.gated_delta_rule import schedules
+from chunkwise_tilelang.gated_delta_rule import schedules, schedules_backward
 from chunkwise_tilelang.gated_delta_rule.kernels import solve
+from chunkwise_tilelang.gated_delta_rule.kernels_gradients_sm90 import gradients
+from chunkwise_tilelang.gated_delta_rule.kernels_passes_sm90 import passes
 from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
 from chunkwise_tilelang.gated_delta_rule.kernels_split_sm90 import compose, summarise
-from chunkwise_tilelang.tiles.l2norm import l2_normalise
+from chunkwise_tilelang.tiles.l2norm import l2_normalise, l2_normalise_backward
 from chunkwise_tilelang.toolkit.variants import Variant
 
 _ARCH = "sm_90a"
 _HEADS = {"heads": 2, "value_heads": 4}
 # With two groups the thread that computes pairs has 72 registers, and one that copies 24: NOTES.md.
 _SPILL_BYTES = {1: 0, 2: 400}
+
+_PASSES_SPILL_BYTES = {1: 0, 2: 200}
+# A score matrix's gradient lies in memory between value heads: NOTES.md.
+_GRADIENTS_SPILL_BYTES = 1600
 
 # Of the solving kernel by the value heads that it takes together, with K = 128; no schedule chooses between them.
 _SOLVE_BYTES = {1: 16_896, 2: 20_480}
@@ -27,8 +33,11 @@ def variants(whole: bool) -> Sequence[Variant]:
     found += [_solve(heads, ragged, dtype) for heads, ragged, dtype in _solve_choices(whole)]
     found += [_summarise(key_width, groups, ragged, dtype) for key_width, groups, ragged, dtype in _summaries(whole)]
     found += [_compose(key_width, ragged) for key_width, ragged in _compositions(whole)]
+    found += [_passes(*choice) for choice in _choices(whole)]
+    found += [_gradients(*choice) for choice in _gradients_choices(whole)]
     width = {"width": 128, "dtype": "bfloat16"}
-    return [*found, Variant("gated delta rule, L2 norm", l2_normalise, width, _ARCH, 0)]
+    found.append(Variant("gated delta rule, L2 norm", l2_normalise, width, _ARCH, 0))
+    return [*found, Variant("gated delta rule, gradient of the L2 norm", l2_normalise_backward, width, _ARCH, 0)]
 
 
 def _choices(whole: bool) -> list[tuple[int, int, bool, str]]:
@@ -52,6 +61,42 @@ def _fused(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
     }
     name = f"gated delta rule, fused, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
     return Variant(name, fused, constants, _ARCH, schedules.fused_bytes(key_width, groups), _SPILL_BYTES[groups])
+
+
+def _passes(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
+    constants: dict[str, Any] = {
+        **_HEADS,
+        **{"key_width": key_width, "value_width": 128, "groups": groups, "dtype": dtype, "beta_dtype": "float32"},
+        **{"stages": schedules_backward.PASSES_STAGES[groups], "ragged": ragged},
+        **{"registers": schedules_backward.PASSES_REGISTERS[groups]},
+    }
+    name = f"gated delta rule, passes, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
+    need = schedules_backward.passes_bytes(key_width, groups)
+    return Variant(name, passes, constants, _ARCH, need, _PASSES_SPILL_BYTES[groups])
+
+
+def _gradients_choices(whole: bool) -> list[tuple[int, int, bool, str]]:
+    chosen = [(128, 128, True, "bfloat16"), (64, 64, False, "float16")]
+    every = [
+        (key_width, value_width, ragged, dtype)
+        for key_width in (64, 128)
+        for value_width in (64, 128, 256)
+        for ragged in (False, True)
+        for dtype in ("bfloat16", "float16")
+    ]
+    return every if whole else chosen
+
+
+def _gradients(key_width: int, value_width: int, ragged: bool, dtype: str) -> Variant:
+    constants: dict[str, Any] = {
+        **_HEADS,
+        **{"key_width": key_width, "value_width": value_width, "dtype": dtype, "grad_dtype": dtype},
+        **{"g_dtype": "float32", "beta_dtype": dtype, "ragged": ragged},
+        **{"registers": schedules_backward.GRADIENTS_REGISTERS},
+    }
+    name = f"gated delta rule, gradients, K {key_width}, V {value_width}, {'ragged' if ragged else 'dense'}, {dtype}"
+    need = schedules_backward.gradients_bytes(key_width, value_width)
+    return Variant(name, gradients, constants, _ARCH, need, _GRADIENTS_SPILL_BYTES)
 
 
 def _solve_choices(whole: bool) -> list[tuple[int, bool, str]]:

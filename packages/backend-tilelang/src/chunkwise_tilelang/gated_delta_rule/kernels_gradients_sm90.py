@@ -1,0 +1,437 @@
+"""The gradients of a chunk on Hopper, once its states and their gradients are known: dq, dk, dg and dbeta.
+
+With the names of :mod:`.kernels_passes_sm90`, for one value head of a key head (rows t, s of the chunk, ``s <= t``):
+
+    dP = scale exp(G_t - G_s) do x^T         B = -beta_t exp(G_t - G_s) dr x^T  (s < t)
+    dq += exp(G) scale do S^T + dP k         dk += exp(G_C - G) x dS'^T - exp(G) beta dr S^T + dP^T q + (B + B^T) k
+
+x_t is beta_t times the error of row t, so that ``dbeta_t = dr_t . x_t / beta_t``; where beta is too small for that, it
+is ``dr . (v - exp(G) k S) - sum_s exp(G_t - G_s) (dr x^T) (k k^T)``, which needs v.
+
+and for the gates, with ``F = dP * (q k^T) + B * (k k^T)`` and what comes through the states row by row:
+
+    dg_j = exp(G_C) <S, dS'> + sum_{t >= j} (sum_{s < j} F_ts + q_t . dq'_t - beta_t e_t) + sum_{t < j} k_t . dk'_t
+
+where dq' and dk' are what S and dS' give to q and k, and ``e_t = exp(G_t) k_t . (dr S^T)_t``. Nothing is added there
+that is taken away again, so that gates under strong decay keep their digits: the sum over s is a product with a
+triangle of ones, of F in two bf16 parts.
+
+A block walks over chunks of key heads. Two warpgroups have half of the columns of dq and dk each, and add up the value
+heads; of F, one has the part by do and q, the other the part by dr and k. A warp loads by TMA, another one writes the
+decays of the chunk and clears rows behind its end.
+"""
+
+from typing import Any
+
+import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
+
+from chunkwise_tilelang.gated_delta_rule.schedules_backward import value_block
+from chunkwise_tilelang.tiles.sequences import chunk_rows
+from chunkwise_tilelang.tiles.transposed import place
+
+_LOG2E = 1.4426950408889634
+_SMALL_STEP = 2.0**-10  # where x, a multiple of beta, may keep no digits in fp16
+_ROWS = T.GemmWarpPolicy.FullRow
+_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # barriers stand where they are needed
+    "tl.disable_safe_memory_legalize": True,  # every access is inside by its own condition
+}
+
+
+def gradients(
+    *, heads: int, value_heads: int, key_width: int, value_width: int, registers: tuple[int, int],
+    dtype: str, grad_dtype: str, g_dtype: str, beta_dtype: str, ragged: bool,
+) -> Any:  # fmt: skip
+    """dq, dk ``[B, T, H, K]``, dg and dbeta; rows of padding are left as they are.
+
+    Args:
+        heads, value_heads, key_width, value_width: H, HV, K, V.
+        registers: of a thread that computes, and of one that loads.
+        dtype, grad_dtype, g_dtype, beta_dtype: of the activations; of dq and dk; of g and dg; of beta and dbeta.
+        ragged: whether the chunks are found by offsets.
+    """
+    H, HV, K, V, C = heads, value_heads, key_width, value_width, 64
+    R = HV // H  # value heads of a key head
+    KH = K // 2
+    VB = value_block(V)  # columns of V that are taken at a time
+    NB, VH = V // VB, VB // 2
+    ITEMS = R * NB  # of a chunk of a key head
+    with_products, with_copies = registers
+    B, TT, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "offsets", "slots"))
+
+    @T.macro
+    def find(unit, cu_seqlens, sequences, steps):
+        slot = unit // H
+        batch, first, rows = chunk_rows(slot, cu_seqlens, sequences, steps, TT, C, ragged)
+        return slot, unit % H, batch, first, rows
+
+    @T.macro
+    def products(half, units, origin, stride, where, tensors, scale, tiles, rings):
+        cu_seqlens, sequences, steps = where
+        v, dq_out, dk_out, dg_out, dbeta_out = tensors
+        q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s = tiles
+        ready_qk, empty_qk, ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, both = rings
+        dq = T.alloc_fragment((C, KH), "float32")
+        dk = T.alloc_fragment((C, KH), "float32")
+        one = T.alloc_fragment((C, KH), "float32")
+        two = T.alloc_fragment((C, KH), "float32")
+        scores = T.alloc_fragment((C, C), "float32")
+        d_scores = T.alloc_fragment((C, C), "float32")
+        f = T.alloc_fragment((C, C), "float32")
+        f_high = T.alloc_fragment((C, C), "bfloat16")
+        f_low = T.alloc_fragment((C, C), "bfloat16")
+        from_start = T.alloc_fragment((C,), "float32")
+        to_end = T.alloc_fragment((C,), "float32")
+        step_size = T.alloc_fragment((C,), "float32")
+        by_query = T.alloc_fragment((C,), "float32")
+        by_error = T.alloc_fragment((C,), "float32")
+        by_exit = T.alloc_fragment((C,), "float32")
+        by_pairs = T.alloc_fragment((C,), "float32")
+        values = T.alloc_fragment((C, VH), "float32")
+        by_value = T.alloc_fragment((C,), "float32")
+        f_registers = T.alloc_local((32,), "float32")
+        sums = T.alloc_local((16,), "float32")
+        s_eight = T.alloc_local((8,), dtype)
+        ds_eight = T.alloc_local((8,), dtype)
+        through = T.alloc_var("float32")
+        dg_sum = T.alloc_var("float32")
+        dbeta_sum = T.alloc_var("float32")
+        own_step_size = T.alloc_var("float32")
+        at = T.alloc_var("int32")
+        dg_sum = 0.0
+        dbeta_sum = 0.0
+        lane = T.get_thread_binding() % 128
+        for i in T.serial(units):
+            _, h, batch, first, rows = find(origin + i * stride, cu_seqlens, sequences, steps)
+            T.clear(dq)
+            T.clear(dk)
+            T.clear(d_scores)
+            T.barrier_wait(ready_qk[0], i % 2)
+            left = q_s if half == 0 else k_s
+            for j in T.serial(ITEMS):
+                hv = h * R + j // NB
+                block = j % NB
+                item = i * ITEMS + j
+                p = item % 2
+                T.barrier_wait(ready_rows[p], item // 2 % 2)
+                T.barrier_wait(full_s[0], item % 2)
+                T.wgmma_gemm(do_s[p, :, :], s_s[half, :, :], one, clear_accum=True, policy=_ROWS)
+                T.wgmma_gemm(dr_s[p, :, :], s_s[half, :, :], two, clear_accum=True, policy=_ROWS)
+                for t in T.Parallel(C):
+                    from_start[t] = vec_s[p, 1, t]
+                for t in T.Parallel(C):
+                    to_end[t] = vec_s[p, 2, t]
+                for t in T.Parallel(C):
+                    step_size[t] = vec_s[p, 3, t]
+                T.wait_wgmma(0)
+                for t, c in T.Parallel(C, KH):
+                    one[t, c] *= scale * from_start[t]
+                    dq[t, c] += one[t, c]
+                    one[t, c] *= q_s[half, t, c]
+                T.reduce_sum(one, by_query, dim=1)
+                for t, c in T.Parallel(C, KH):
+                    two[t, c] *= from_start[t]
+                    dk[t, c] -= step_size[t] * two[t, c]
+                    two[t, c] *= k_s[half, t, c]
+                T.reduce_sum(two, by_error, dim=1)
+                T.barrier_wait(full_ds[0], item % 2)
+                T.wgmma_gemm(x_s[p, :, :], ds_s[half, :, :], one, clear_accum=True, policy=_ROWS)
+                if half == 0:
+                    T.wgmma_gemm(do_s[p, :, :], x_s[p, :, :], f, transpose_B=True, clear_accum=True, policy=_ROWS)
+                else:
+                    T.wgmma_gemm(dr_s[p, :, :], x_s[p, :, :], f, transpose_B=True, clear_accum=True, policy=_ROWS)
+                through = 0.0
+                for m in T.serial(VB * KH // 1024):
+                    at = m * 128 + lane
+                    for e in T.vectorized(8):
+                        s_eight[e] = s_s[half, at // (KH // 8), at % (KH // 8) * 8 + e]
+                    for e in T.vectorized(8):
+                        ds_eight[e] = ds_s[half, at // (KH // 8), at % (KH // 8) * 8 + e]
+                    for e in T.unroll(8):
+                        through += T.cast(s_eight[e], "float32") * T.cast(ds_eight[e], "float32")
+                through *= vec_s[p, 1, C - 1]
+                T.wait_wgmma(0)
+                T.barrier_arrive(empty_s[0])
+                T.barrier_arrive(empty_ds[0])
+                for t, c in T.Parallel(C, KH):
+                    one[t, c] *= to_end[t]
+                    dk[t, c] += one[t, c]
+                    one[t, c] *= k_s[half, t, c]
+                T.reduce_sum(one, by_exit, dim=1)
+                # Computed for each value head: registers are what this kernel runs out of.
+                T.wgmma_gemm(left[0, :, :], k_s[0, :, :], scores, transpose_B=True, clear_accum=True, policy=_ROWS)
+                T.wgmma_gemm(left[1, :, :], k_s[1, :, :], scores, transpose_B=True, policy=_ROWS)
+                own_step_size = vec_s[p, 3, lane % C]
+                if vec_s[p, 4, 0] > 0.0:
+                    for t, c in T.Parallel(C, VH):
+                        near = T.min(T.max(first + T.min(t, rows - 1), 0), TT - 1)
+                        values[t, c] = T.cast(dr_s[p, t, half * VH + c], "float32") * T.cast(
+                            v[batch, near, hv, block * VB + half * VH + c], "float32"
+                        )
+                    T.reduce_sum(values, by_value, dim=1)
+                    for t in T.Parallel(C):
+                        db_s[p, half * 2, t] = by_value[t]
+                T.wait_wgmma(0)
+                if half == 0:
+                    for t, r in T.Parallel(C, C):
+                        f[t, r] *= scale * T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
+                    for t, r in T.Parallel(C, C):
+                        f[t, r] = T.Select(t >= r, f[t, r], 0.0)
+                    for t, r in T.Parallel(C, C):
+                        d_scores[t, r] += f[t, r]
+                        f[t, r] *= scores[t, r]
+                    T.clear(by_pairs)
+                else:
+                    for t, r in T.Parallel(C, C):
+                        if t == r:
+                            db_s[p, 4, t] = f[t, r]
+                    for t, r in T.Parallel(C, C):
+                        f[t, r] *= T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
+                    for t, r in T.Parallel(C, C):
+                        f[t, r] = T.Select(t > r, f[t, r], 0.0)
+                    for t, r in T.Parallel(C, C):
+                        d_scores[t, r] -= step_size[t] * f[t, r]
+                        f[t, r] *= scores[t, r]
+                    T.reduce_sum(f, by_pairs, dim=1)
+                    for t, r in T.Parallel(C, C):
+                        f[t, r] *= -step_size[t]
+                for t, r in T.Parallel(C, C):
+                    f_high[t, r] = f[t, r]
+                for t, r in T.Parallel(C, C):
+                    f_low[t, r] = f[t, r] - T.cast(f_high[t, r], "float32")
+                T.wgmma_gemm(f_high, ones_s, f, clear_accum=True, policy=_ROWS)
+                T.wgmma_gemm(f_low, ones_s, f, policy=_ROWS)
+                T.wait_wgmma(0)
+                for t, r in T.Parallel(C, C):
+                    f[t, r] = T.Select(t >= r, f[t, r] + by_query[t] - step_size[t] * by_error[t], by_exit[t])
+                for t, r in T.Parallel(C, C):
+                    at = place(t, r)
+                    f_registers[at] = f[t, r]
+                through += T.shfl_xor(through, 1)
+                through += T.shfl_xor(through, 2)
+                for n in T.unroll(16):
+                    sums[n] = f_registers[n // 2 * 4 + n % 2] + f_registers[n // 2 * 4 + 2 + n % 2] + through
+                for n in T.unroll(16):
+                    sums[n] += T.shfl_xor(sums[n], 4)
+                    sums[n] += T.shfl_xor(sums[n], 8)
+                    sums[n] += T.shfl_xor(sums[n], 16)
+                if lane % 32 < 4:
+                    for n in T.unroll(16):
+                        dg_s[p, half * 4 + lane // 32, n // 2 * 8 + lane % 4 * 2 + n % 2] = sums[n]
+                for t in T.Parallel(C):
+                    db_s[p, half * 2 + 1, t] = by_error[t] + by_pairs[t]
+                T.barrier_arrive(empty_rows[p])
+                T.barrier_arrive(both[0])
+                T.barrier_wait(both[0], item % 2)
+                if lane < C:
+                    if half == 0:
+                        dg_sum = T.Select(block == 0, 0.0, dg_sum)
+                        for part in T.unroll(8):
+                            dg_sum += dg_s[p, part, lane]
+                        if block == NB - 1 and lane < rows:
+                            dg_out[batch, first + lane, hv] = dg_sum
+                    else:
+                        dbeta_sum = T.Select(block == 0, 0.0, dbeta_sum)
+                        by_error_and_pairs = db_s[p, 1, lane] + db_s[p, 3, lane]
+                        dbeta_sum += T.Select(
+                            T.abs(own_step_size) < _SMALL_STEP,
+                            (db_s[p, 0, lane] + db_s[p, 2, lane]) - by_error_and_pairs,
+                            db_s[p, 4, lane] / own_step_size,
+                        )
+                        if block == NB - 1 and lane < rows:
+                            dbeta_out[batch, first + lane, hv] = dbeta_sum
+            T.copy(d_scores, pairs_s[half, :, :])
+            T.fence_proxy_async()
+            T.barrier_arrive(both[1])
+            T.barrier_wait(both[1], i % 2)
+            T.wgmma_gemm(pairs_s[0, :, :], k_s[half, :, :], dq, policy=_ROWS)
+            T.wgmma_gemm(pairs_s[0, :, :], q_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
+            T.wgmma_gemm(pairs_s[1, :, :], k_s[half, :, :], dk, policy=_ROWS)
+            T.wgmma_gemm(pairs_s[1, :, :], k_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
+            T.wait_wgmma(0)
+            T.barrier_arrive(empty_qk[0])
+            for t, c in T.Parallel(C, KH):
+                if t < rows:
+                    dq_out[batch, first + t, h, half * KH + c] = dq[t, c]
+            for t, c in T.Parallel(C, KH):
+                if t < rows:
+                    dk_out[batch, first + t, h, half * KH + c] = dk[t, c]
+
+    @T.macro
+    def load(units, origin, stride, where, tensors, tiles, rings):
+        cu_seqlens, sequences, steps = where
+        q, k, x, dr, d_o, states, d_states = tensors
+        q_s, k_s, s_s, ds_s, x_s, dr_s, do_s = tiles
+        raw_qk, empty_qk, raw_rows, empty_rows, full_s, empty_s, full_ds, empty_ds = rings
+        for i in T.serial(units):
+            slot, h, batch, first, _ = find(origin + i * stride, cu_seqlens, sequences, steps)
+            for j in T.serial(ITEMS):
+                hv = h * R + j // NB
+                left = j % NB * VB
+                item = i * ITEMS + j
+                p = item % 2
+                T.barrier_wait(empty_rows[p], (item // 2 + 1) % 2)
+                T.tma_copy(x[slot, hv, 0:C, left : left + VB], x_s[p, :, :], barrier=raw_rows[p])
+                T.tma_copy(dr[slot, hv, 0:C, left : left + VB], dr_s[p, :, :], barrier=raw_rows[p])
+                T.tma_copy(d_o[batch, first : first + C, hv, left : left + VB], do_s[p, :, :], barrier=raw_rows[p])
+                T.barrier_arrive(raw_rows[p])
+                T.barrier_wait(empty_s[0], (item + 1) % 2)
+                for half in T.unroll(2):
+                    T.tma_copy(
+                        states[slot, hv, left : left + VB, half * KH : half * KH + KH], s_s[half, :, :],
+                        barrier=full_s[0],
+                    )  # fmt: skip
+                T.barrier_arrive(full_s[0])
+                T.barrier_wait(empty_ds[0], (item + 1) % 2)
+                for half in T.unroll(2):
+                    T.tma_copy(
+                        d_states[slot, hv, left : left + VB, half * KH : half * KH + KH], ds_s[half, :, :],
+                        barrier=full_ds[0],
+                    )  # fmt: skip
+                T.barrier_arrive(full_ds[0])
+                # q and k of the chunk before are needed to its end: what comes above does not wait for that.
+                if j == 0:
+                    T.barrier_wait(empty_qk[0], (i + 1) % 2)
+                    for half in T.unroll(2):
+                        T.tma_copy(
+                            q[batch, first : first + C, h, half * KH : half * KH + KH], q_s[half, :, :],
+                            barrier=raw_qk[0],
+                        )  # fmt: skip
+                        T.tma_copy(
+                            k[batch, first : first + C, h, half * KH : half * KH + KH], k_s[half, :, :],
+                            barrier=raw_qk[0],
+                        )  # fmt: skip
+                    T.barrier_arrive(raw_qk[0])
+
+    @T.macro
+    def make_ready(units, origin, stride, where, tensors, tiles, rings):
+        cu_seqlens, sequences, steps = where
+        g_cumsum, beta = tensors
+        q_s, k_s, do_s, vec_s = tiles
+        raw_qk, ready_qk, raw_rows, ready_rows = rings
+        total = T.alloc_var("float32")
+        last = T.alloc_var("float32")
+        small = T.alloc_var("float32")
+        lane = T.get_thread_binding() % 32
+        for i in T.serial(units):
+            _, h, batch, first, rows = find(origin + i * stride, cu_seqlens, sequences, steps)
+            end = T.min(T.max(first + rows - 1, 0), TT - 1)
+            for j in T.serial(ITEMS):
+                hv = h * R + j // NB
+                item = i * ITEMS + j
+                p = item % 2
+                T.barrier_wait(raw_rows[p], item // 2 % 2)
+                last = g_cumsum[batch, end, hv] * _LOG2E
+                small = 0.0
+                for part in T.unroll(2):
+                    t = part * 32 + lane
+                    near = T.max(T.min(first + t, end), 0)
+                    total = g_cumsum[batch, near, hv] * _LOG2E
+                    vec_s[p, 0, t] = total
+                    vec_s[p, 1, t] = T.exp2(total)
+                    vec_s[p, 2, t] = T.Select(t < rows, T.exp2(last - total), 0.0)
+                    step_size = T.cast(beta[batch, near, hv], "float32")
+                    vec_s[p, 3, t] = T.Select(t < rows, step_size, 0.0)
+                    small = T.Select(T.abs(step_size) < _SMALL_STEP, 1.0, small)
+                for e in T.unroll(5):
+                    small = T.max(small, T.shfl_xor(small, 1 << e))
+                vec_s[p, 4, lane] = small
+                if ragged:
+                    if rows < C:  # other sequences' rows, or padding that may hold anything
+                        for m in T.unroll((C - rows) * VB // 32, unroll_factor=1):
+                            at = m * 32 + lane
+                            do_s[p, rows + at // VB, at % VB] = 0
+                        T.fence_proxy_async()
+                T.barrier_arrive(ready_rows[p])
+                if j == 0:
+                    T.barrier_wait(raw_qk[0], i % 2)
+                    if ragged:
+                        if rows < C:
+                            for m in T.unroll((C - rows) * KH // 32, unroll_factor=1):
+                                at = m * 32 + lane
+                                for half in T.unroll(2):
+                                    q_s[half, rows + at // KH, at % KH] = 0
+                                    k_s[half, rows + at // KH, at % KH] = 0
+                            T.fence_proxy_async()
+                    T.barrier_arrive(ready_qk[0])
+
+    @T.prim_func
+    def gated_delta_rule_gradients(
+        q: T.Tensor((B, TT, H, K), dtype),
+        k: T.Tensor((B, TT, H, K), dtype),
+        v: T.Tensor((B, TT, HV, V), dtype),
+        g_cumsum: T.Tensor((B, TT, HV), "float32"),
+        beta: T.Tensor((B, TT, HV), beta_dtype),
+        d_o: T.Tensor((B, TT, HV, V), dtype),
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        states: T.Tensor((slots, HV, V, K), dtype),
+        d_states: T.Tensor((slots, HV, V, K), dtype),
+        x: T.Tensor((slots, HV, C, V), dtype),
+        dr: T.Tensor((slots, HV, C, V), dtype),
+        dq: T.Tensor((B, TT, H, K), grad_dtype),
+        dk: T.Tensor((B, TT, H, K), grad_dtype),
+        dg: T.Tensor((B, TT, HV), g_dtype),
+        dbeta: T.Tensor((B, TT, HV), beta_dtype),
+        scale: T.float32,
+        steps: T.int32,
+        blocks: T.int32,
+    ):
+        T.annotate_pass_configs(_CONFIGS)
+        with T.Kernel(blocks, threads=384) as block:
+            q_s = T.alloc_shared((2, C, KH), dtype)
+            k_s = T.alloc_shared((2, C, KH), dtype)
+            s_s = T.alloc_shared((2, VB, KH), dtype)
+            ds_s = T.alloc_shared((2, VB, KH), dtype)
+            x_s = T.alloc_shared((2, C, VB), dtype)
+            dr_s = T.alloc_shared((2, C, VB), dtype)
+            do_s = T.alloc_shared((2, C, VB), dtype)
+            pairs_s = T.alloc_shared((2, C, C), dtype)
+            ones_s = T.alloc_shared((C, C), "bfloat16")
+            vec_s = T.alloc_shared((2, 5, C), "float32")
+            dg_s = T.alloc_shared((2, 8, C), "float32")
+            db_s = T.alloc_shared((2, 5, C), "float32")
+
+            raw_qk = T.alloc_barrier(arrive_count=[32])
+            ready_qk = T.alloc_barrier(arrive_count=[32])
+            empty_qk = T.alloc_barrier(arrive_count=[256])
+            raw_rows = T.alloc_barrier(arrive_count=[32] * 2)
+            ready_rows = T.alloc_barrier(arrive_count=[32] * 2)
+            empty_rows = T.alloc_barrier(arrive_count=[256] * 2)
+            full_s = T.alloc_barrier(arrive_count=[32])
+            empty_s = T.alloc_barrier(arrive_count=[256])
+            full_ds = T.alloc_barrier(arrive_count=[32])
+            empty_ds = T.alloc_barrier(arrive_count=[256])
+            both = T.alloc_barrier(arrive_count=[256] * 2)
+
+            units = T.max(T.ceildiv(slots * H - block, blocks), 0)
+            where = (cu_seqlens, offsets - 1, steps)
+            for s, j in T.Parallel(C, C):
+                ones_s[s, j] = T.Select(s < j, T.cast(1, "bfloat16"), T.cast(0, "bfloat16"))
+            T.fence_proxy_async()
+            T.sync_threads()
+            tensors = (v, dq, dk, dg, dbeta)
+            tiles = (q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s)
+            rings = (ready_qk, empty_qk, ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, both)
+            tx = T.get_thread_binding()
+            if tx < 128:
+                T.set_max_nreg(with_products, 1)
+                products(0, units, block, blocks, where, tensors, scale, tiles, rings)
+            elif tx < 256:
+                T.set_max_nreg(with_products, 1)
+                products(1, units, block, blocks, where, tensors, scale, tiles, rings)
+            else:
+                T.set_max_nreg(with_copies, 0)
+                if tx < 288:
+                    load(
+                        units, block, blocks, where, (q, k, x, dr, d_o, states, d_states),
+                        (q_s, k_s, s_s, ds_s, x_s, dr_s, do_s),
+                        (raw_qk, empty_qk, raw_rows, empty_rows, full_s, empty_s, full_ds, empty_ds),
+                    )  # fmt: skip
+                elif tx < 320:
+                    make_ready(
+                        units, block, blocks, where, (g_cumsum, beta), (q_s, k_s, do_s, vec_s),
+                        (raw_qk, ready_qk, raw_rows, ready_rows),
+                    )  # fmt: skip
+
+    return gated_delta_rule_gradients

@@ -1,0 +1,501 @@
+"""The backward of the gated delta rule on Hopper, from lean residuals: two passes over the chunks, then all products.
+
+With the names of :mod:`.kernels_sm90` (``M' = M diag(beta)``, G the gate sums, S and S' the states of a chunk, P the
+masked ``exp(G_t - G_s) q_t . k_s``), a leading d for gradients, C the last row of the chunk:
+
+    replay      x = M' (v - exp(G) k S)                 S' = exp(G_C) S + sum_t exp(G_C - G_t) k_t x_t^T
+    reverse     dx = scale P^T do + exp(G_C - G) k dS'  dr = M^T dx      dv = beta dr
+                dS = exp(G_C) dS' + sum_t exp(G_t) (scale q_t do_t^T - beta_t k_t dr_t^T)
+    gradients   dq, dk, dg, dbeta from x, dr, do, S and dS' of one chunk (:func:`gradients`)
+
+The passes keep everything transposed, V on the rows, as the forward does and for its reasons. They leave S, dS'
+``[slots, HV, V, K]`` and x, dr ``[slots, HV, C, V]`` in the activations' dtype, the rows behind a sequence's end zero.
+"""
+
+from typing import Any
+
+import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
+from tilelang.layout import make_swizzled_layout
+
+from chunkwise_tilelang.tiles.sequences import sequence_rows
+from chunkwise_tilelang.tiles.transposed import load_transposed, place, store_transposed
+
+_LOG2E = 1.4426950408889634
+_ROWS = T.GemmWarpPolicy.FullRow
+_STEPS = 4  # of 16 tokens
+_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # barriers stand where they are needed
+    "tl.disable_safe_memory_legalize": True,  # every access is inside by its own condition
+}
+
+
+@T.macro
+def _put(x, tile, turn, group, full, empty):
+    """A state in 16 bit into the tile that the storing warp waits for."""
+    T.barrier_wait(empty[group], (turn + 1) % 2)
+    T.copy(x, tile)
+    T.fence_proxy_async()
+    T.barrier_arrive(full[group])
+
+
+def passes(
+    *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int,
+    registers: tuple[int, int, int], dtype: str, beta_dtype: str, ragged: bool,
+) -> Any:  # fmt: skip
+    """S, dS', x and dr of every chunk, dv, and the gradient of the initial state. Half of the blocks go backwards.
+
+    Args:
+        heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
+        groups: warpgroups of 64 columns of V in a block.
+        stages: chunks that are loaded ahead, two at least.
+        registers: of a thread that has states, that makes a chunk ready, and that loads or stores.
+        dtype, beta_dtype: of the activations and of beta.
+        ragged: whether the sequences are found by offsets.
+    """
+    H, HV, K, V, C, S, G = heads, value_heads, key_width, value_width, 64, stages, groups
+    blocks = V // (64 * G)
+    consumers = 128 * G
+    with_states, with_pairs, with_copies = registers
+    B, TT, N0, N1, N2, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2", "offsets", "slots"))
+
+    @T.macro
+    def replay(group, place_of, turns, initial, has_initial, k_s, v_s, m_s, d_s, s_out, x_out, rings):
+        n, hv, first = place_of
+        ready, empty, s_full, s_empty, x_full, x_empty = rings
+        s = T.alloc_fragment((64, K), "float32")
+        s_operand = T.alloc_fragment((64, K), dtype)
+        taken = T.alloc_fragment((64, C), "float32")
+        rest = T.alloc_fragment((64, C), dtype)
+        x = T.alloc_fragment((64, C), "float32")
+        x_decayed = T.alloc_fragment((64, C), dtype)
+        from_start = T.alloc_fragment((C,), "float32")
+        step_size = T.alloc_fragment((C,), "float32")
+        to_end = T.alloc_fragment((C,), "float32")
+        v_registers = T.alloc_local((32,), dtype)
+        x_registers = T.alloc_local((32,), dtype)
+        at = T.alloc_var("int32")
+        if has_initial != 0:
+            for v, c in T.Parallel(64, K):
+                s[v, c] = initial[n, hv, c, first + v]
+        else:
+            T.clear(s)
+        T.copy(s, s_operand)
+        # A sequence without rows multiplies what lies in shared memory, and uses none of it.
+        if turns > 0:
+            T.barrier_wait(ready[0], 0)
+            _put(s_operand, s_out, 0, group, s_full, s_empty)
+        T.wgmma_gemm(s_operand, k_s[0, :, :], taken, transpose_B=True, clear_accum=True, policy=_ROWS)
+        for step in T.unroll(_STEPS):
+            load_transposed(v_s, (0, group), v_registers, step)
+        for t in T.Parallel(C):
+            from_start[t] = d_s[0, 0, t]
+        for t in T.Parallel(C):
+            step_size[t] = d_s[0, 2, t]
+        T.wait_wgmma(0)
+        for i in T.serial(turns):
+            stage = i % S
+            for v, t in T.Parallel(64, C):
+                at = place(v, t)
+                taken[v, t] = step_size[t] * (v_registers[at] - from_start[t] * taken[v, t])
+            T.copy(taken, rest)
+            T.wgmma_gemm(rest, m_s[stage, :, :], x, transpose_B=True, clear_accum=True, policy=_ROWS)
+            for t in T.Parallel(C):
+                to_end[t] = d_s[stage, 1, t]
+            for v, c in T.Parallel(64, K):
+                s[v, c] *= d_s[stage, 0, C - 1]
+            T.wait_wgmma(0)
+            for v, t in T.Parallel(64, C):
+                x_decayed[v, t] = x[v, t] * to_end[t]
+            for v, t in T.Parallel(64, C):
+                at = place(v, t)
+                x_registers[at] = x[v, t]
+            T.wgmma_gemm(x_decayed, k_s[stage, :, :], s, policy=_ROWS)
+            T.barrier_wait(x_empty[group], (i + 1) % 2)
+            for step in T.unroll(_STEPS):
+                store_transposed(x_registers, x_out, step)
+            T.fence_proxy_async()
+            T.barrier_arrive(x_full[group])
+            T.wait_wgmma(0)
+            T.barrier_arrive(empty[stage])
+            T.copy(s, s_operand)
+            following = (i + 1) % S
+            # Behind the last chunk the product reads a stage that nobody writes any more, and is not used.
+            if i + 1 < turns:
+                T.barrier_wait(ready[following], (i + 1) // S % 2)
+            T.wgmma_gemm(s_operand, k_s[following, :, :], taken, transpose_B=True, clear_accum=True, policy=_ROWS)
+            for step in T.unroll(_STEPS):
+                load_transposed(v_s, (following, group), v_registers, step)
+            for t in T.Parallel(C):
+                from_start[t] = d_s[following, 0, t]
+            for t in T.Parallel(C):
+                step_size[t] = d_s[following, 2, t]
+            if i + 1 < turns:
+                _put(s_operand, s_out, i + 1, group, s_full, s_empty)
+            T.wait_wgmma(0)
+
+    @T.macro
+    def ready_for_replay(place_of, turns, g_cumsum, beta, k_s, v_s, m_s, d_s, rings):
+        hv, batch, start, length = place_of
+        raw, ready, empty = rings
+        lane = T.get_thread_binding() % 128
+        total = T.alloc_var("float32")
+        last = T.alloc_var("float32")
+        for i in T.unroll(turns, unroll_factor=1):
+            stage = i % S
+            rows = T.min(length - i * C, C)
+            T.barrier_wait(empty[stage], (i // S + 1) % 2)
+            if lane < C:
+                near = start + i * C + T.min(lane, rows - 1)
+                total = g_cumsum[batch, near, hv] * _LOG2E
+                last = g_cumsum[batch, start + i * C + rows - 1, hv] * _LOG2E
+                d_s[stage, 0, lane] = T.exp2(total)
+                d_s[stage, 1, lane] = T.Select(lane < rows, T.exp2(last - total), 0.0)
+                d_s[stage, 2, lane] = T.Select(lane < rows, T.cast(beta[batch, near, hv], "float32"), 0.0)
+            T.barrier_wait(raw[stage], i // S % 2)
+            if rows < C:  # other sequences' rows, or padding that may hold anything
+                for t, c in T.Parallel(C, K):
+                    if t >= rows:
+                        k_s[stage, t, c] = 0
+                for t, c in T.Parallel(C, C):
+                    if t >= rows:
+                        m_s[stage, t, c] = 0
+                for group, t, v in T.Parallel(G, C, 64):
+                    if t >= rows:
+                        v_s[stage, group, t, v] = 0
+            T.fence_proxy_async()
+            T.barrier_arrive(ready[stage])
+
+    @T.macro
+    def reverse(group, place_of, turns, ends, flags, k_s, q_s, do_s, m_s, p_s, d_s, outs, rings):
+        n, hv, first = place_of
+        d_final, d_initial = ends
+        has_final, has_initial = flags
+        s_out, r_out, dv_out = outs
+        ready, empty, free, s_full, s_empty, r_full, r_empty = rings
+        ds = T.alloc_fragment((64, K), "float32")
+        ds_operand = T.alloc_fragment((64, K), dtype)
+        by_state = T.alloc_fragment((64, C), "float32")
+        dx = T.alloc_fragment((64, C), "float32")
+        dx_operand = T.alloc_fragment((64, C), dtype)
+        dr = T.alloc_fragment((64, C), "float32")
+        dr_operand = T.alloc_fragment((64, C), dtype)
+        do_operand = T.alloc_fragment((64, C), dtype)
+        do_scaled = T.alloc_fragment((64, C), dtype)
+        to_end = T.alloc_fragment((C,), "float32")
+        by_query = T.alloc_fragment((C,), "float32")
+        by_key = T.alloc_fragment((C,), "float32")
+        do_registers = T.alloc_local((32,), dtype)
+        dr_registers = T.alloc_local((32,), dtype)
+        dv_registers = T.alloc_local((32,), dtype)
+        at = T.alloc_var("int32")
+        if has_final != 0:
+            for v, c in T.Parallel(64, K):
+                ds[v, c] = d_final[n, hv, c, first + v]
+        else:
+            T.clear(ds)
+        T.copy(ds, ds_operand)
+        # A sequence without rows multiplies what lies in shared memory, and uses none of it.
+        if turns > 0:
+            T.barrier_wait(ready[0], 0)
+            _put(ds_operand, s_out, 0, group, s_full, s_empty)
+        T.wgmma_gemm(ds_operand, k_s[0, :, :], by_state, transpose_B=True, clear_accum=True, policy=_ROWS)
+        for step in T.unroll(_STEPS):
+            load_transposed(do_s, (0, group), do_registers, step)
+        for v, t in T.Parallel(64, C):
+            at = place(v, t)
+            do_operand[v, t] = do_registers[at]
+        T.wgmma_gemm(do_operand, p_s[0, :, :], dx, clear_accum=True, policy=_ROWS)
+        for t in T.Parallel(C):
+            to_end[t] = d_s[0, 1, t]
+        T.wait_wgmma(0)
+        for i in T.serial(turns):
+            stage, pair = i % S, i % 2
+            for v, t in T.Parallel(64, C):
+                dx[v, t] += to_end[t] * by_state[v, t]
+            T.copy(dx, dx_operand)
+            T.wgmma_gemm(dx_operand, m_s[stage, :, :], dr, clear_accum=True, policy=_ROWS)
+            for t in T.Parallel(C):
+                by_query[t] = d_s[stage, 0, t]
+            for v, t in T.Parallel(64, C):
+                at = place(v, t)
+                do_scaled[v, t] = do_registers[at] * by_query[t]
+            for v, c in T.Parallel(64, K):
+                ds[v, c] *= d_s[stage, 4, C - 1]
+            T.wgmma_gemm(do_scaled, q_s[stage, :, :], ds, policy=_ROWS)
+            for t in T.Parallel(C):
+                by_key[t] = d_s[stage, 2, t]
+            T.wait_wgmma(1)
+            for v, t in T.Parallel(64, C):
+                dr_operand[v, t] = dr[v, t] * by_key[t]
+            for v, t in T.Parallel(64, C):
+                at = place(v, t)
+                dr_registers[at] = dr[v, t]
+                dv_registers[at] = dr[v, t] * d_s[stage, 5, t]
+            T.wgmma_gemm(dr_operand, k_s[stage, :, :], ds, policy=_ROWS)
+            T.barrier_wait(r_empty[group], (i + 1) % 2)
+            for step in T.unroll(_STEPS):
+                store_transposed(dr_registers, r_out, step)
+            for step in T.unroll(_STEPS):
+                store_transposed(dv_registers, dv_out, step)
+            T.fence_proxy_async()
+            T.barrier_arrive(r_full[group])
+            T.wait_wgmma(0)
+            T.barrier_arrive(empty[stage])
+            T.barrier_arrive(free[pair])
+            T.copy(ds, ds_operand)
+            following = (i + 1) % S
+            # Behind the first chunk the products read a stage that nobody writes any more, and are not used.
+            if i + 1 < turns:
+                T.barrier_wait(ready[1 - pair], (i + 1) // 2 % 2)
+            T.wgmma_gemm(ds_operand, k_s[following, :, :], by_state, transpose_B=True, clear_accum=True, policy=_ROWS)
+            for step in T.unroll(_STEPS):
+                load_transposed(do_s, (following, group), do_registers, step)
+            for v, t in T.Parallel(64, C):
+                at = place(v, t)
+                do_operand[v, t] = do_registers[at]
+            T.wgmma_gemm(do_operand, p_s[1 - pair, :, :], dx, clear_accum=True, policy=_ROWS)
+            for t in T.Parallel(C):
+                to_end[t] = d_s[following, 1, t]
+            if i + 1 < turns:
+                _put(ds_operand, s_out, i + 1, group, s_full, s_empty)
+            T.wait_wgmma(0)
+        if has_initial != 0:
+            for v, c in T.Parallel(64, K):
+                d_initial[n, hv, c, first + v] = ds[v, c]
+
+    @T.macro
+    def ready_for_reverse(place_of, turns, scale, g_cumsum, beta, k_s, q_s, do_s, m_s, p_s, d_s, rings):
+        hv, batch, start, length = place_of
+        raw, ready, empty, free, known = rings
+        scores = T.alloc_fragment((C, C), "float32")
+        operand = T.alloc_fragment((C, C), dtype)
+        lane = T.get_thread_binding() % 128
+        total = T.alloc_var("float32")
+        last = T.alloc_var("float32")
+        decay = T.alloc_var("float32")
+        for i in T.unroll(turns, unroll_factor=1):
+            stage, pair = i % S, i % 2
+            left = (turns - 1 - i) * C
+            rows = T.min(length - left, C)
+            T.barrier_wait(empty[stage], (i // S + 1) % 2)
+            if lane < C:
+                near = start + left + T.min(lane, rows - 1)
+                total = g_cumsum[batch, near, hv] * _LOG2E
+                last = g_cumsum[batch, start + left + rows - 1, hv] * _LOG2E
+                decay = T.exp2(total)
+                d_s[stage, 0, lane] = decay * scale
+                d_s[stage, 1, lane] = T.Select(lane < rows, T.exp2(last - total), 0.0)
+                d_s[stage, 2, lane] = T.Select(lane < rows, -decay * T.cast(beta[batch, near, hv], "float32"), 0.0)
+                d_s[stage, 3, lane] = total
+                d_s[stage, 4, lane] = decay
+                d_s[stage, 5, lane] = T.cast(beta[batch, near, hv], "float32")
+            T.barrier_arrive(known[0])
+            T.barrier_wait(known[0], i % 2)
+            T.barrier_wait(free[pair], (i // 2 + 1) % 2)
+            T.barrier_wait(raw[stage], i // S % 2)
+            if rows < C:  # other sequences' rows, or padding that may hold anything
+                for t, c in T.Parallel(C, K):
+                    if t >= rows:
+                        k_s[stage, t, c] = 0
+                        q_s[stage, t, c] = 0
+                for t, c in T.Parallel(C, C):
+                    if t >= rows:
+                        m_s[stage, t, c] = 0
+                for group, t, v in T.Parallel(G, C, 64):
+                    if t >= rows:
+                        do_s[stage, group, t, v] = 0
+                T.fence_proxy_async()
+                T.barrier_arrive(known[1])
+                T.barrier_wait(known[1], 0)
+            T.wgmma_gemm(q_s[stage, :, :], k_s[stage, :, :], scores, transpose_B=True, clear_accum=True, policy=_ROWS)
+            T.wait_wgmma(0)
+            for t, r in T.Parallel(C, C):
+                scores[t, r] *= scale * T.exp2(d_s[stage, 3, t] - d_s[stage, 3, r])
+            for t, r in T.Parallel(C, C):
+                operand[t, r] = T.Select(t >= r, scores[t, r], 0.0)
+            T.copy(operand, p_s[pair, :, :])
+            T.fence_proxy_async()
+            T.barrier_arrive(ready[pair])
+
+    @T.macro
+    def load(turns, place_of, k, m, k_s, m_s, raw, empty, backwards, q, q_s, rows, rows_s):
+        h, hv, batch, start, first = place_of
+        for i in T.unroll(turns, unroll_factor=1):
+            stage = i % S
+            left = start + (turns - 1 - i if backwards else i) * C
+            T.barrier_wait(empty[stage], (i // S + 1) % 2)
+            T.tma_copy(k[batch, left : left + C, h, 0:K], k_s[stage, :, :], barrier=raw[stage])
+            if backwards:
+                T.tma_copy(q[batch, left : left + C, h, 0:K], q_s[stage, :, :], barrier=raw[stage])
+            for group in T.unroll(G):
+                T.tma_copy(
+                    rows[batch, left : left + C, hv, first + group * 64 : first + group * 64 + 64],
+                    rows_s[stage, group, :, :],
+                    barrier=raw[stage],
+                )
+            T.tma_copy(m[batch, left : left + C, hv, 0:C], m_s[stage, :, :], barrier=raw[stage])
+            T.barrier_arrive(raw[stage])
+
+    @T.macro
+    def store(group, tiles, turns, place_of, slot, states, x, rings):
+        hv, first = place_of
+        s_tile, x_tile = tiles
+        s_full, s_empty, x_full, x_empty = rings
+        for i in T.unroll(turns, unroll_factor=1):
+            T.barrier_wait(s_full[group], i % 2)
+            T.tma_copy(s_tile, states[slot + i, hv, first : first + 64, :])
+            T.barrier_wait(x_full[group], i % 2)
+            T.tma_copy(x_tile, x[slot + i, hv, :, first : first + 64])
+            T.tma_store_wait()
+            T.barrier_arrive(s_empty[group])
+            T.barrier_arrive(x_empty[group])
+
+    @T.macro
+    def store_reversed(group, tiles, turns, place_of, slot, where, d_states, dr, dv, rings):
+        hv, first = place_of
+        batch, start, length = where
+        s_tile, r_tile, dv_tile = tiles
+        s_full, s_empty, r_full, r_empty = rings
+        for i in T.unroll(turns, unroll_factor=1):
+            chunk = turns - 1 - i
+            left = start + chunk * C
+            T.barrier_wait(s_full[group], i % 2)
+            T.tma_copy(s_tile, d_states[slot + chunk, hv, first : first + 64, :])
+            T.barrier_wait(r_full[group], i % 2)
+            T.tma_copy(r_tile, dr[slot + chunk, hv, :, first : first + 64])
+            if left + C <= start + length:
+                T.tma_copy(dv_tile, dv[batch, left : left + C, hv, first : first + 64])
+            else:
+                for t, v in T.Parallel(C, 64):
+                    if left + t < start + length:
+                        dv[batch, left + t, hv, first + v] = dv_tile[t, v]
+            T.tma_store_wait()
+            T.barrier_arrive(s_empty[group])
+            T.barrier_arrive(r_empty[group])
+
+    @T.prim_func
+    def gated_delta_rule_passes(
+        q: T.Tensor((B, TT, H, K), dtype),
+        k: T.Tensor((B, TT, H, K), dtype),
+        v: T.Tensor((B, TT, HV, V), dtype),
+        inverse: T.Tensor((B, TT, HV, C), dtype),
+        g_cumsum: T.Tensor((B, TT, HV), "float32"),
+        beta: T.Tensor((B, TT, HV), beta_dtype),
+        d_o: T.Tensor((B, TT, HV, V), dtype),
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        initial: T.Tensor((N0, HV, K, V), "float32"),
+        d_final: T.Tensor((N1, HV, K, V), "float32"),
+        d_initial: T.Tensor((N2, HV, K, V), "float32"),
+        states: T.Tensor((slots, HV, V, K), dtype),
+        d_states: T.Tensor((slots, HV, V, K), dtype),
+        x: T.Tensor((slots, HV, C, V), dtype),
+        dr: T.Tensor((slots, HV, C, V), dtype),
+        dv: T.Tensor((B, TT, HV, V), dtype),
+        N: T.int32,
+        scale: T.float32,
+        has_initial: T.int32,
+        has_final: T.int32,
+        has_d_initial: T.int32,
+    ):
+        T.annotate_pass_configs(_CONFIGS)
+        with T.Kernel(2 * N * HV * blocks, threads=consumers + 256) as both:
+            block = both % (N * HV * blocks)
+            backwards = both < N * HV * blocks
+            n = block // blocks // HV
+            hv = block // blocks % HV
+            first = block % blocks * (64 * G)
+            h = hv // (HV // H)
+            k_s = T.alloc_shared((S, C, K), dtype)
+            q_s = T.alloc_shared((S, C, K), dtype)
+            rows_s = T.alloc_shared((S, G, C, 64), dtype)  # v or do
+            m_s = T.alloc_shared((S, C, C), dtype)
+            p_s = T.alloc_shared((2, C, C), dtype)
+            d_s = T.alloc_shared((S, 6, C), "float32")
+            s_0 = T.alloc_shared((64, K), dtype)
+            s_1 = T.alloc_shared((64, K), dtype)
+            r_0 = T.alloc_shared((C, 64), dtype)
+            r_1 = T.alloc_shared((C, 64), dtype)
+            dv_0 = T.alloc_shared((C, 64), dtype)
+            dv_1 = T.alloc_shared((C, 64), dtype)
+            swizzled = (rows_s, s_0, s_1, r_0, r_1, dv_0, dv_1)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
+
+            raw = T.alloc_barrier(arrive_count=[32] * S)
+            empty = T.alloc_barrier(arrive_count=[consumers] * S)
+            ready = T.alloc_barrier(arrive_count=[128] * S)
+            free = T.alloc_barrier(arrive_count=[consumers] * 2)
+            known = T.alloc_barrier(arrive_count=[128] * 2)
+            s_full = T.alloc_barrier(arrive_count=[128] * G)
+            s_empty = T.alloc_barrier(arrive_count=[32] * G)
+            r_full = T.alloc_barrier(arrive_count=[128] * G)
+            r_empty = T.alloc_barrier(arrive_count=[32] * G)
+
+            batch, start, length, slot = sequence_rows(n, cu_seqlens, TT, C, ragged)
+            turns = T.ceildiv(length, C)
+            ends = (d_final, d_initial)
+            flags = (has_final, has_d_initial)
+            stores = (s_full, s_empty, r_full, r_empty)
+            for_replay = (ready, empty, *stores)
+            for_reverse = (ready, empty, free, *stores)
+
+            tx = T.get_thread_binding()
+            if tx < 128:
+                T.set_max_nreg(with_states, 1)
+                if backwards:
+                    reverse(
+                        0, (n, hv, first), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s, (s_0, r_0, dv_0),
+                        for_reverse,
+                    )  # fmt: skip
+                else:
+                    replay(0, (n, hv, first), turns, initial, has_initial, k_s, rows_s, m_s, d_s, s_0, r_0, for_replay)
+            elif tx < consumers:
+                T.set_max_nreg(with_states, 1)
+                if backwards:
+                    reverse(
+                        G - 1, (n, hv, first + 64), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s,
+                        (s_1, r_1, dv_1), for_reverse,
+                    )  # fmt: skip
+                else:
+                    replay(
+                        G - 1, (n, hv, first + 64), turns, initial, has_initial, k_s, rows_s, m_s, d_s, s_1, r_1,
+                        for_replay,
+                    )  # fmt: skip
+            elif tx < consumers + 128:
+                T.set_max_nreg(with_pairs, 0)
+                if backwards:
+                    ready_for_reverse(
+                        (hv, batch, start, length), turns, scale, g_cumsum, beta, k_s, q_s, rows_s, m_s, p_s, d_s,
+                        (raw, ready, empty, free, known),
+                    )  # fmt: skip
+                else:
+                    ready_for_replay(
+                        (hv, batch, start, length), turns, g_cumsum, beta, k_s, rows_s, m_s, d_s, (raw, ready, empty)
+                    )
+            else:
+                T.set_max_nreg(with_copies, 0)
+                place_of = (h, hv, batch, start, first)
+                if tx < consumers + 160:
+                    if backwards:
+                        load(turns, place_of, k, inverse, k_s, m_s, raw, empty, True, q, q_s, d_o, rows_s)
+                    else:
+                        load(turns, place_of, k, inverse, k_s, m_s, raw, empty, False, q, q_s, v, rows_s)
+                elif tx < consumers + 192:
+                    if backwards:
+                        store_reversed(
+                            0, (s_0, r_0, dv_0), turns, (hv, first), slot, (batch, start, length), d_states, dr, dv,
+                            stores,
+                        )  # fmt: skip
+                    else:
+                        store(0, (s_0, r_0), turns, (hv, first), slot, states, x, stores)
+                elif G == 2:
+                    if tx < consumers + 224:
+                        if backwards:
+                            store_reversed(
+                                G - 1, (s_1, r_1, dv_1), turns, (hv, first + 64), slot, (batch, start, length),
+                                d_states, dr, dv, stores,
+                            )  # fmt: skip
+                        else:
+                            store(G - 1, (s_1, r_1), turns, (hv, first + 64), slot, states, x, stores)
+
+    return gated_delta_rule_passes

@@ -252,13 +252,14 @@ def fused(
             if tx < 128:
                 T.set_max_nreg(with_states, 1)
                 consume(
-                    0, o_0, (n, leaving, hv, first), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s, rings
-                )
+                    0, o_0, (n, leaving, hv, first), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s,
+                    rings,
+                )  # fmt: skip
             elif tx < consumers:
                 T.set_max_nreg(with_states, 1)
                 consume(
-                    G - 1, o_1, (n, leaving, hv, first + 64), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s,
-                    rings,
+                    G - 1, o_1, (n, leaving, hv, first + 64), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s,
+                    p_s, d_s, rings,
                 )  # fmt: skip
             elif tx < consumers + 128:
                 T.set_max_nreg(with_pairs, 0)

@@ -38,8 +38,9 @@ def split_work(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> li
     """The kernels that find the entry states of segments, with their constants."""
     sizes = dict(zip(("heads", "value_heads", "key_width", "value_width"), shape, strict=True))
     both = {name: sizes[name] for name in ("value_heads", "key_width", "value_width")}
+    tiles = {"groups": schedule.summary_groups, "stages": schedule.stages, "dtype": dtype}
     return [
-        (summarise, {**sizes, "groups": schedule.summary_groups, "stages": schedule.stages, "dtype": dtype, "ragged": ragged}),
+        (summarise, {**sizes, **tiles, "ragged": ragged}),
         (compose, {**both, "ragged": ragged}),
     ]
 

@@ -175,7 +175,7 @@ def state_gradient_kernel(
         store_vector(sums, tl.sum(by_error * k_tile, 1), first, t, rows, at + 1, HV * (3 * PARTS + 1))
         if GATED:
             store_vector(sums, tl.sum(by_exit * k_tile, 1), first, t, rows, at + 2, HV * (3 * PARTS + 1))
-            if HAS_INITIAL or HAS_FINAL:
+            if HAS_INITIAL or HAS_FINAL:  # noqa: SIM102 - the first is for the compiler, the second for the device
                 if starts | ends:
                     products = exact_products(
                         states, d_states, initial_state, d_final, slot, n, hv, kk, starts, ends,

@@ -133,7 +133,7 @@ _ELSEWHERE_FP32: Mapping[int, _Shapes] = {
 _INTERPRETED = Tile(64, 64, 4, 1)  # it takes as long for a small tile as for a large one
 
 
-def shared_memory_bytes(kernel: str, tile: Tile, width: int, dot: str) -> int:
+def shared_memory_bytes(kernel: str, tile: Tile, width: int, dot: str, arch: str) -> int:
     """What a tile takes at most: the rows that a program holds, twice in fp32, and those that its loop reads."""
     read = tile.keys
     held = tile.queries
@@ -142,8 +142,9 @@ def shared_memory_bytes(kernel: str, tile: Tile, width: int, dot: str) -> int:
     elif kernel == "key_gradient":
         read, held = tile.queries, 2 * tile.keys
     rows = held * (2 if dot == "fp32" else 1) + 2 * tile.stages * read
-    pairs = tile.queries * tile.keys  # the weights, where the matrix instruction reads them from memory
-    return (rows * width + pairs) * BYTES[dot] + 32 * tile.stages * tile.queries
+    # The matrix instruction of sm_100 reads weights from memory, not from registers.
+    weights = 4 * tile.queries * tile.keys if arch in ("sm100", "sm103") else 0
+    return (rows * width + weights) * BYTES[dot] + 32 * tile.stages * tile.queries
 
 
 def _narrow(facts: Facts) -> bool:
@@ -183,7 +184,7 @@ def _first(
     needs = []
     for shape in shapes:
         tile = Tile(*shape)
-        needs.append(shared_memory_bytes(kernel, tile, width, dot))
+        needs.append(shared_memory_bytes(kernel, tile, width, dot, facts.device.arch))
         if needs[-1] <= have:
             return _packed(kernel, facts, replace(tile, shared_memory_bytes=needs[-1]))
     return DoesNotFit(min(needs), have)

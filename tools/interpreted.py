@@ -21,9 +21,10 @@ ATTENTION = (
 )
 ALONE = "not torch.chunkwise and not centred+triton and not robust+triton"
 DPLR = "(triton.robust-dplr-wy16 or triton.robust-dplr-states64 or triton.centred-dplr-wy32)"
-LEAN = f"(triton.split-gdn-wy64 or triton.split-simple-gla64 or triton.robust-dplr-wy16) and {ALONE}"
+FORMATS = "split-gdn-wy64 or triton.split-gla64 or triton.split-simple-gla64 or triton.robust-dplr-wy16"
+LEAN = f"(triton.{FORMATS}) and {ALONE}"
 COVERING = (
-    "(TestAccuracy and triton.split and not torch.chunkwise and (fp32 or fp16)"
+    "(TestAccuracy and triton.split and not torch.chunkwise and (fp32 or fp16) and not (split-gla-states64 and fp16)"
     f" or TestAccuracy and {DPLR} and fp32 and {ALONE}"
     f" or test_gates_at_the_promised_bound and triton.centred-dplr-wy16 and fp32 and {ALONE}"
     f" or {LEAN} and ((test_offsets or test_padding_holds_nan) and fp32 or test_public_backward"

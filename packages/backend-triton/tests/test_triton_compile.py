@@ -31,7 +31,7 @@ FP32 += ["state_dq", "state_dk", "initial_state", "final_state", "d_initial", "d
 WIDENED = ["q_k", "q_b", "a_k", "q_in", "k_out", "b_out", "d_u", "d_rhs", "states", "d_states"]
 WIDENED += ["d_qk", "d_qb", "d_ak", "d_ab"]
 INT32 = ["cu_seqlens", "table", "first_slots"]
-SCALARS = {"T": "i32", "per_row": "i32", "scale": "fp32"}
+SCALARS = {"T": "i32", "per_row": "i32", "scale": "fp32", "unscale": "fp32"}
 FLAGS = {"INVERT": True, "KEEP": True, "HAS_INITIAL": True, "HAS_FINAL": True, "HAS_DO": True}
 DELTA_RULE = {
     "wy": kernels.wy_kernel,

@@ -39,7 +39,7 @@ def _square(t: Tile) -> int:
 
 
 def _pairs(t: Tile) -> int:
-    return 2 * CHUNK * t.block_k + 2 * CHUNK * CHUNK
+    return 3 * CHUNK * t.block_k + 2 * CHUNK * CHUNK
 
 
 def _output(t: Tile) -> int:
@@ -47,7 +47,7 @@ def _output(t: Tile) -> int:
 
 
 def _gradient(t: Tile) -> int:
-    return t.stages * 2 * (CHUNK + t.block_k) * t.block_v + 4 * CHUNK * t.block_k + 3 * CHUNK * CHUNK
+    return t.stages * 2 * (CHUNK + t.block_k) * t.block_v + 4 * CHUNK * t.block_k + 2 * CHUNK * CHUNK
 
 
 KERNELS = {
@@ -63,10 +63,16 @@ KERNELS = {
 """The tiles of each kernel."""
 
 
+# Where the matrix instruction reads memory, a wide tile costs no registers: three programs share a multiprocessor.
+_WIDE = Tiles((*tiles((128, 128, 4, 1)), *_OUTPUT), (*tiles((128, 128, 4, 1)), *_OUTPUT), _output)
+HOPPER_KERNELS = {**KERNELS, "output": _WIDE, "value_gradient": _WIDE}
+
+
 def split(facts: Facts) -> Split | DoesNotFit:
     """The first tile of every list that fits the device."""
     dot = facts.dtype("v") or "fp32"
-    chosen = choose(KERNELS, facts, dot, "H")
+    kernels = HOPPER_KERNELS if facts.device.arch == "sm90" and dot != "fp32" else KERNELS
+    chosen = choose(kernels, facts, dot, "H")
     return chosen if isinstance(chosen, DoesNotFit) else _split(dot, *chosen)
 
 

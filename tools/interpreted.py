@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from _scaffold import PACKAGES
 
 ALONE = "not torch.chunkwise and not centred+triton and not robust+triton"
-DPLR = "(triton.robust-dplr-wy16 or triton.robust-dplr-states64 or triton.centred-dplr-wy32)"
+DPLR = "(triton.robust-dplr-states64 or triton.centred-dplr-wy32)"
 LEAN = f"(triton.split-gdn-wy64 or triton.split-simple-gla64 or triton.robust-dplr-wy16) and {ALONE}"
 COVERING = (
     "(TestAccuracy and triton.split and not torch.chunkwise and (fp32 or fp16)"

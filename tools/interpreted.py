@@ -20,7 +20,7 @@ ATTENTION = (
     " or test_public_backward or test_opcheck)"
 )
 ALONE = "not torch.chunkwise and not centred+triton and not robust+triton"
-DPLR = "(triton.robust-dplr-wy16 or triton.robust-dplr-states64 or triton.centred-dplr-wy32)"
+DPLR = "(triton.robust-dplr-states64 or triton.centred-dplr-wy32)"
 FORMATS = "split-gdn-wy64 or triton.split-gla64 or triton.split-simple-gla64 or triton.robust-dplr-wy16"
 LEAN = f"(triton.{FORMATS}) and {ALONE}"
 COVERING = (

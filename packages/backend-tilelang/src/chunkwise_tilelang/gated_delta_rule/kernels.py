@@ -4,9 +4,9 @@ Inside a chunk, with ``G_t`` the sum of the gates up to row t:
 
     A[t, s] = beta_t exp(G_t - G_s) k_t . k_s  (s < t)        M = (I + A)^-1
 
-M is unit lower triangular. Its diagonal blocks of 16 rows are solved row by row in fp32. With the inverted blocks P and R
-and the block L of A between them, ``[[P, 0], [L, R^-1]]^-1 = [[P, 0], [-R L P, R]]``, once for blocks of 16 rows and once
-for blocks of 32: products of fp16 operands with fp32 sums.
+M is unit lower triangular. Its diagonal blocks of 16 rows are solved row by row in fp32. With the inverted blocks P and
+R and the block L of A between them, M is ``[[P, 0], [-R L P, R]]``, once for blocks of 16 rows and once for blocks of
+32: products of fp16 operands with fp32 sums.
 """
 
 from typing import Any
@@ -36,9 +36,8 @@ def solve(
     B, TT, B1, T1, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "B1", "T1", "offsets", "slots"))
 
     @T.macro
-    def load_gates(place_of, batch, first, rows, g, beta, sums, betas):
+    def load_gates(hv, batch, first, rows, g, beta, sums, betas):
         """A warp: the gates and betas of a head, two rows a lane; rows behind the chunk add 0."""
-        _, _, hv = place_of
         for e in T.unroll(2):
             row = T.get_thread_binding() % 32 * 2 + e
             near = first + T.min(row, rows - 1)  # loads without branches fly together
@@ -144,13 +143,13 @@ def solve(
             if rows > 0:
                 tx = T.get_thread_binding()
                 warp, lane = tx // 32, tx % 32
-                where = (slot, warp, first_head + warp)
                 if warp < P:
-                    load_gates(where, batch, first, rows, g, beta, row_gates, row_betas)
+                    load_gates(first_head + warp, batch, first, rows, g, beta, row_gates, row_betas)
                 for t, c in T.Parallel(C, K):
                     k_s[t, c] = T.Select(t < rows, k[batch, first + T.min(t, rows - 1), h, c], T.cast(0, dtype))
                 if warp < P:
-                    sum_gates(where, batch, first, rows, row_gates, row_betas, g_s, beta_s, decays, g_cumsum, keep)
+                    here = (slot, warp, first_head + warp)
+                    sum_gates(here, batch, first, rows, row_gates, row_betas, g_s, beta_s, decays, g_cumsum, keep)
                 for p in T.unroll(P):
                     clear_above((slot, first_head + p), batch, first, rows, solved, inverse, keep)
                 T.fence_proxy_async()
@@ -172,9 +171,8 @@ def solve(
                         own_gates[2 * j + e] = g_s[p, warp // 2 * HALF + 8 * j + lane % 4 * 2 + e]
                     for j, i, e in T.grid(4, 2, 2):
                         is_below = warp % 2 * 16 + lane // 4 + 8 * i > 8 * j + lane % 4 * 2 + e
-                        near[4 * j + 2 * i + e] = T.Select(
-                            is_below, row_betas[i] * T.exp2(row_gates[i] - own_gates[2 * j + e]) * own[4 * j + 2 * i + e], 0.0
-                        )
+                        value = row_betas[i] * T.exp2(row_gates[i] - own_gates[2 * j + e]) * own[4 * j + 2 * i + e]
+                        near[4 * j + 2 * i + e] = T.Select(is_below, value, 0.0)
                     for j, i, e in T.grid(2, 2, 2):
                         columns[p, warp, 8 * j + lane % 4 * 2 + e, lane // 4 + 8 * i] = T.Select(
                             warp % 2 == 1, near[8 + 4 * j + 2 * i + e], near[4 * j + 2 * i + e]
@@ -188,9 +186,7 @@ def solve(
                     if warp >= 2:
                         for j, i, e in T.grid(4, 2, 2):
                             near[4 * j + 2 * i + e] = (
-                                row_betas[i]
-                                * T.exp2(row_gates[i] - left_gates[2 * j + e])
-                                * between[4 * j + 2 * i + e]
+                                row_betas[i] * T.exp2(row_gates[i] - left_gates[2 * j + e]) * between[4 * j + 2 * i + e]
                             )
                         for j, i in T.grid(4, 2):
                             for e in T.vectorized(2):

@@ -113,9 +113,7 @@ def summarise(
             T.annotate_layout({v_s: make_swizzled_layout(v_s)})
             raw = T.alloc_barrier(arrive_count=[32] * S)
             empty = T.alloc_barrier(arrive_count=[128 * G] * S)
-            n, start, length, slot, ends = segment_rows(
-                segment, cu_seqlens, offsets - 1, steps, TT, C, chunks, ragged
-            )
+            n, start, length, slot, ends = segment_rows(segment, cu_seqlens, offsets - 1, steps, TT, C, chunks, ragged)
             turns = T.Select(ends == 0, length // C, 0)
             tx = T.get_thread_binding()
             if tx < 128:

@@ -132,15 +132,16 @@ def _entry_states(
     sequences, width = (len(where) - 1 if ragged else batch), chunks * schedule.chunk_size
     segments = rows // width + sequences if ragged else batch * -(-rows // width)
     maps = v.new_empty(segments, value_heads, 2, key_width, key_width, dtype=torch.bfloat16)
-    states = [v.new_empty(segments, value_heads, key_width, value_width, dtype=torch.float32) for _ in range(2)]
+    added = v.new_empty(segments, value_heads, key_width, value_width, dtype=torch.float32)
+    entries = torch.empty_like(added)
     launch_summarise, launch_compose = _split_launchers(schedule, v.device.index, shape, _DTYPES[v.dtype], ragged)
-    launch_summarise(k, v, solved, decays, where, maps, states[0], steps, chunks)
+    launch_summarise(k, v, solved, decays, where, maps, added, steps, chunks)
     absent = _never_read(v.device, torch.float32, (1, value_heads, key_width, value_width))
     launch_compose(
-        maps, states[0], where, absent if initial is None else initial, states[1],
+        maps, added, where, absent if initial is None else initial, entries,
         sequences, rows, chunks, int(initial is not None),
     )  # fmt: skip
-    return states[1]
+    return entries
 
 
 def forward_work(schedule: Schedule, facts: Facts) -> list[compiling.Work]:

@@ -28,7 +28,10 @@ BACKEND = Backend(
     name="tilelang",
     distribution="chunkwise-tilelang",
     core=">=0.1,<0.2",
-    tables=("chunkwise_tilelang.gated_delta_rule.implementations:IMPLEMENTATIONS",),
+    tables=(
+        "chunkwise_tilelang.gated_delta_rule.implementations:IMPLEMENTATIONS",
+        "chunkwise_tilelang.delta_rule.implementations:IMPLEMENTATIONS",
+    ),
     needs=(
         Need(_WANTED, probe_device),
         Need("tilelang", discover.probe_tilelang),

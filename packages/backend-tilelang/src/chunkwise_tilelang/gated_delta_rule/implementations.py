@@ -23,18 +23,21 @@ NOT_UNASKED_WITH_GRADIENTS = Rule(
     against="triton/gated_delta_rule/split",
 )
 
+REQUIRES = (
+    one_of("K", 64, 128),  # the state of 64 columns of V stands in a warpgroup's registers
+    size_multiple_of("V", schedules.GROUP_WIDTH),
+    size_at_most("V", 256),
+    dtype("q", "bf16", "fp16"),
+    same_dtype("q k v"),
+)
+"""What the kernels cannot do on any op."""
+
 FUSED = Implementation(
     "tilelang/gated_delta_rule/fused",
     op="chunk_gated_delta_rule",
     rank=10,
     archs=("sm90",),
-    requires=(
-        one_of("K", 64, 128),  # the state of 64 columns of V stands in a warpgroup's registers
-        size_multiple_of("V", schedules.GROUP_WIDTH),
-        size_at_most("V", 256),
-        dtype("q", "bf16", "fp16"),
-        same_dtype("q k v"),
-    ),
+    requires=REQUIRES,
     slower=(NOT_UNASKED_WITH_GRADIENTS,),
     schedule=schedules_backward.schedule,
     forward="chunkwise_tilelang.gated_delta_rule.launch:forward",

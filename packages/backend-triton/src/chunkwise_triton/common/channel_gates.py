@@ -78,10 +78,10 @@ def matrix_sums(keep, x, DOT: tl.constexpr):
     """``y[j] = sum_t keep[j, t] x[t]`` for ``[C, C]`` booleans and ``[C, BLOCK_K]`` fp32, right to 16 bits or more."""
     if tl.bfloat16 == DOT:
         ones = keep.to(tl.bfloat16)
-        # Cut off, not rounded: one instruction, and what is left needs as many digits.
-        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        result = tl.dot(ones, (x - high).to(tl.bfloat16))
-        result = tl.dot(ones, high.to(tl.bfloat16), result)
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        result = tl.dot(ones, low)
+        result = tl.dot(ones, high, result)
     else:
         result = tl.dot(keep.to(tl.float32), x, input_precision="tf32x3")
     return result

@@ -10,11 +10,11 @@ import triton.language as tl
 
 
 @triton.jit
-def unit_lower_inverse(a, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr = "tf32x3"):
+def unit_lower_inverse(a, C: tl.constexpr, DOT: tl.constexpr):
     """``(I + a)^-1`` for ``a`` ``[C, C]`` fp32, zero on and above the diagonal.
 
-    DOT is the dtype of the products' operands: fp16 (with fp32 accumulation) or fp32 (PRECISION: tf32x3, or tf32, which
-    keeps as many digits as fp16); never bf16, whose eight bits lose the digits that nearly parallel keys need.
+    DOT is the dtype of the products' operands: fp16 (with fp32 accumulation) or fp32 (tf32x3); never bf16, whose eight
+    bits lose the digits that nearly parallel keys need.
     """
     LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6  # of C = 64
     t = tl.arange(0, C)
@@ -25,6 +25,6 @@ def unit_lower_inverse(a, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.cons
     for level in range(1, LEVELS):
         same = (row >> (level + 1)) == (column >> (level + 1))
         between = tl.where(same & ((row >> level) > (column >> level)), a, 0.0)
-        inner = tl.dot(between.to(DOT), x.to(DOT), input_precision=PRECISION)
-        x -= tl.dot(x.to(DOT), inner.to(DOT), input_precision=PRECISION)
+        inner = tl.dot(between.to(DOT), x.to(DOT), input_precision="tf32x3")
+        x -= tl.dot(x.to(DOT), inner.to(DOT), input_precision="tf32x3")
     return x

@@ -69,9 +69,8 @@ def prepare_kernel(
         a, k, b, g_cumsum, g_low, first, rows, h, H, K, C, BLOCK_K, DOT, CENTRED, True
     )  # fmt: skip
     if INVERT:
-        # Of tf32 and not fp16 beside bf16: a and b are the caller's, and what fp16 holds is no bound for them.
-        PRECISION: tl.constexpr = "tf32" if tl.bfloat16 == DOT else "tf32x3"
-        m = unit_lower_inverse(-by_b, C, tl.float32, PRECISION).to(DOT)
+        # In fp32: a and b are the caller's, and what fp16 holds is no bound for them.
+        m = unit_lower_inverse(-by_b, C, tl.float32).to(DOT)
         if KEEP:
             store_rows(inverse, m, first, t, rows, h, H, t, C)
     else:

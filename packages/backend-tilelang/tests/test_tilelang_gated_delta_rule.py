@@ -54,7 +54,7 @@ def test_groups_of_the_passes(sequences: int, groups: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_steps_of_zero(dtype: torch.dtype) -> None:
-    """Where beta is too small to divide by, its gradient takes another way."""
+    """Nothing divides by beta, which scales what each row adds to the state."""
     torch.manual_seed(0)
     q, k = (torch.nn.functional.normalize(torch.randn(1, 200, 2, 64, device="cuda"), dim=-1) for _ in range(2))
     v = torch.randn(1, 200, 4, 64, device="cuda")

@@ -91,48 +91,46 @@ def robust_pairs(
 
 
 @triton.jit
-def load_pair_gradient(d_pairs, first, t, rows, head, HEADS, C: tl.constexpr):
-    """Of ``[B, T, HEADS, C]``: what lies below the diagonal ``[C, C]``, and the diagonal ``[C]`` fp32."""
-    at = ((first + t) * HEADS + head) * C
-    below = tl.load(d_pairs + at[:, None] + t[None, :], mask=(t < rows)[:, None] & (t[:, None] > t[None, :]), other=0.0)
-    return below, tl.load(d_pairs + at + t, mask=t < rows, other=0.0).to(tl.float32)
+def without_diagonal(d_pairs, C: tl.constexpr, DOT: tl.constexpr):
+    """Of ``[C, C]``: what lies below the diagonal, in DOT, and the diagonal ``[C]`` fp32."""
+    t = tl.arange(0, C)
+    own = tl.sum(tl.where(t[:, None] == t[None, :], d_pairs.to(tl.float32), 0.0), 1)
+    return tl.where(t[:, None] > t[None, :], d_pairs, 0.0).to(DOT), own
 
 
 @triton.jit
-def mild_left_backward(query, key_out, d_entry, d_below, inverse, unscale):
-    """Pairs of rows t > s of a block of channels of a mild chunk; ``query`` is ``scale exp(G_t) left``, ``key_out``
-    ``exp(G_C - G_s) right``.
+def mild_pairs_backward(
+    left, right, d_entry, d_exit, d_below, high, whole, C: tl.constexpr, DOT: tl.constexpr, HAS_DG: tl.constexpr
+):
+    """Gradients of a block of channels of a mild chunk, through pairs of rows and through the states at its ends.
 
-    A pair s = t knows no decay: nothing of it reaches the gates, and the caller adds it.
+    A pair s = t knows no decay: with ``own`` the gradient of P's diagonal (:func:`without_diagonal`) the caller adds
+    ``own right`` and ``own left``; nothing there reaches the gates.
 
     Args:
-        query, key_out: ``[C, BLOCK_K]``.
-        d_entry: the gradient of ``exp(G_t) left_t`` through the chunk's entry state, ``[C, BLOCK_K]`` fp32.
-        d_below: of ``P`` below the diagonal, times scale, ``[C, C]``.
-        inverse: ``exp(-G_C)`` ``[BLOCK_K]``; unscale: one over the scale.
+        left, right, high: ``[C, BLOCK_K]``, high is G; whole: ``exp(G_C)`` ``[BLOCK_K]``.
+        d_entry, d_exit: ``[C, BLOCK_K]`` fp32, the gradients of ``exp(G_t) left_t`` and ``exp(G_C - G_s) right_s``.
+        d_below: of P below the diagonal, ``[C, C]`` in DOT.
 
     Returns:
-        All ``[C, BLOCK_K]`` fp32: ``d_entry`` with the pairs, what every gate up to row t receives, and what the pairs
-        add to the gradient of ``exp(G_C - G_s) right_s``.
+        Those of left, of right and, where HAS_DG, of the gates, each ``[C, BLOCK_K]`` fp32.
     """
-    d_left = d_entry + tl.dot(d_below, key_out, input_precision="tf32x3") * inverse[None, :]
-    d_right = tl.dot(tl.trans(d_below), query, input_precision="tf32x3") * (inverse * unscale)[None, :]
-    return d_left, query.to(tl.float32) * d_left * unscale, d_right
-
-
-@triton.jit
-def mild_right_backward(key_out, d_exit, d_pairs):
-    """The same of right, with ``d_exit`` the gradient of ``exp(G_C - G_s) right_s`` through the chunk's exit state and
-    ``d_pairs`` what ``mild_left_backward`` found.
-
-    Returns:
-        Their sum, what is taken from every gate up to row s, and what every gate receives ``[BLOCK_K]``: a pair of
-        which both rows are behind a gate is added by the left and taken away by the right, which costs no digits
-        because both multiply the same numbers, and in a mild chunk it is no larger than what stays.
-    """
-    key = key_out.to(tl.float32)
-    d_right = d_exit + d_pairs
-    return d_right, key * d_right, tl.sum(key * d_exit, 0)
+    UP: tl.constexpr = 8.0 if tl.float16 == DOT else 1.0
+    t = tl.arange(0, C)
+    grow, shrink = tl.exp(-high), tl.exp(high)
+    at_right = (right.to(tl.float32) * (grow / UP)).to(DOT)
+    d_left = d_entry + tl.dot(d_below, at_right, input_precision="tf32x3") * UP
+    at_left = (left.to(tl.float32) * shrink).to(DOT)
+    d_gates = at_left.to(tl.float32) * d_left
+    d_right = d_exit * whole[None, :]
+    through = tl.sum(at_right.to(tl.float32) * d_right, 0) * UP
+    d_right += tl.dot(tl.trans(d_below), at_left, input_precision="tf32x3")
+    if HAS_DG:
+        # A pair of which both rows are behind a gate is added and taken away again: from the same rounded operands,
+        # and in a mild chunk it is no larger than what stays.
+        d_gates -= at_right.to(tl.float32) * d_right * UP
+        d_gates = matrix_sums(t[:, None] <= t[None, :], d_gates, DOT) + through[None, :]
+    return d_left * shrink, d_right * grow, d_gates
 
 
 @triton.jit
@@ -140,17 +138,7 @@ def robust_pairs_backward(
     left, right, d_entry, d_exit, d_below, high, low, high_end, low_end,
     g_cumsum, g_low, first, rows, head, HEADS, columns, WIDTH, C: tl.constexpr, DOT: tl.constexpr, HAS_DG: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of channels for any gates, through pairs of rows t > s and the states at the chunk's ends.
-
-    Args:
-        left, right, high, low: ``[C, BLOCK_K]``, G as two numbers; ``high_end``, ``low_end`` are G at the last row.
-        d_entry, d_exit: ``[C, BLOCK_K]`` fp32, the gradients of ``exp(G_t) left_t`` and ``exp(G_C - G_s) right_s``.
-        d_below: of P below the diagonal, ``[C, C]`` in DOT.
-        g_cumsum, g_low, first, rows, head, HEADS, columns, WIDTH: where G lies.
-
-    Returns:
-        The gradients of left, of right and, where HAS_DG, of the gates, each ``[C, BLOCK_K]`` fp32.
-    """
+    """The same for any gates, from G as two numbers; ``high_end``, ``low_end`` are G at the chunk's last row."""
     LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6  # of C = 64
     t = tl.arange(0, C)
     x, y = left.to(tl.float32), right.to(tl.float32)

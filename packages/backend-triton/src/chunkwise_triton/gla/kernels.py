@@ -17,15 +17,14 @@ DOT is the dtype of the products' operands; every product accumulates in fp32.
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.channel_gates import LOWEST_CHANNEL_GATE, channel_sums, channel_totals, matrix_sums
+from chunkwise_triton.common.channel_gates import LOWEST_CHANNEL_GATE, channel_sums, channel_totals
 from chunkwise_triton.common.channel_products import (
-    load_pair_gradient,
     mild,
-    mild_left_backward,
     mild_pairs,
-    mild_right_backward,
+    mild_pairs_backward,
     robust_pairs,
     robust_pairs_backward,
+    without_diagonal,
 )
 from chunkwise_triton.common.chunk_products import exact_products, row_products, state_products
 from chunkwise_triton.common.chunks import locate, sequence_span
@@ -205,50 +204,39 @@ def value_gradient_kernel(
 
 @triton.jit
 def block_gradients(
-    q, k, v, g_cumsum, g_low, query, key_out, whole, states, d_o, d_states, d_pairs, initial_state, d_final,
-    dq, dk, dg, scale, unscale,
+    q, k, v, g_cumsum, g_low, whole, states, d_o, d_states, d_pairs, initial_state, d_final, dq, dk, dg, scale,
     slot, h, kk, cu_seqlens, table, T, per_row,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
     RAGGED: tl.constexpr, HAS_DO: tl.constexpr, HAS_DG: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, ROBUST: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of the channels kk of a chunk; ROBUST: of steep ones."""
+    """dq, dk and dg of the channels kk of a chunk."""
     n, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
     t = tl.arange(0, C)
-    d_below, own = tl.zeros((C, C), DOT), tl.zeros((C,), tl.float32)
+    d_below = tl.zeros((C, C), DOT)
+    own = tl.zeros((C,), tl.float32)
     if HAS_DO:
-        d_below, own = load_pair_gradient(d_pairs, first, t, rows, h, H, C)
-    decay = load_whole(whole, slot, h, H, kk, K)
+        d_below, own = without_diagonal(load_rows(d_pairs, first, t, rows, h, H, t, C), C, DOT)
     d_entry, _, d_exit, through = state_products(
         v, d_o, v, states, d_states, slot, first, rows, h, kk, H, K, V, C, BV, DOT, False, HAS_DO
     )
     d_entry *= scale
+    decay = load_whole(whole, slot, h, H, kk, K)
+    high, low = channel_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
+    q_tile = load_rows(q, first, t, rows, h, H, kk, K)  # [C, BLOCK_K]
+    k_tile = load_rows(k, first, t, rows, h, H, kk, K)  # [C, BLOCK_K]
     if ROBUST:
-        high, low = channel_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
         high_end, low_end = channel_totals(g_cumsum, g_low, first, rows, h, H, kk, K, DOT)
-        q_tile = load_rows(q, first, t, rows, h, H, kk, K)  # [C, BLOCK_K]
-        k_tile = load_rows(k, first, t, rows, h, H, kk, K)  # [C, BLOCK_K]
         dq_tile, dk_tile, dg_tile = robust_pairs_backward(
             q_tile, k_tile, d_entry, d_exit, d_below, high, low, high_end, low_end,
             g_cumsum, g_low, first, rows, h, H, kk, K, C, DOT, HAS_DG,
         )  # fmt: skip
-        store_rows(dq, dq_tile + own[:, None] * k_tile.to(tl.float32), first, t, rows, h, H, kk, K)
-        store_rows(dk, dk_tile + own[:, None] * q_tile.to(tl.float32), first, t, rows, h, H, kk, K)
     else:
-        inverse = 1.0 / decay
-        q_tile = load_rows(query, first, t, rows, h, H, kk, K)  # [C, BLOCK_K]
-        k_tile = load_rows(key_out, first, t, rows, h, H, kk, K)  # [C, BLOCK_K]
-        dq_tile, dg_tile, d_right = mild_left_backward(q_tile, k_tile, d_entry, d_below, inverse, unscale)
-        dq_tile += own[:, None] * k_tile.to(tl.float32) * inverse[None, :]
-        high = load_rows(g_cumsum, first, t, rows, h, H, kk, K)  # [C, BLOCK_K] fp32
-        store_rows(dq, dq_tile * tl.exp(high), first, t, rows, h, H, kk, K)
-        dk_tile, taken, every = mild_right_backward(k_tile, d_exit, d_right)
-        dg_tile -= taken
-        dk_tile += own[:, None] * q_tile.to(tl.float32) * (inverse * unscale)[None, :]
-        end = load_row(g_cumsum, first + rows - 1, h, H, kk, K)
-        store_rows(dk, dk_tile * tl.exp(end[None, :] - high), first, t, rows, h, H, kk, K)
-        if HAS_DG:
-            dg_tile = matrix_sums(t[:, None] <= t[None, :], dg_tile, DOT) + every[None, :]
+        dq_tile, dk_tile, dg_tile = mild_pairs_backward(
+            q_tile, k_tile, d_entry, d_exit, d_below, high, decay, C, DOT, HAS_DG
+        )
+    store_rows(dq, dq_tile + own[:, None] * k_tile.to(tl.float32), first, t, rows, h, H, kk, K)
+    store_rows(dk, dk_tile + own[:, None] * q_tile.to(tl.float32), first, t, rows, h, H, kk, K)
     if HAS_DG:
         if HAS_INITIAL or HAS_FINAL:
             begin, length = sequence_span(n, cu_seqlens, T, RAGGED)
@@ -264,8 +252,7 @@ def block_gradients(
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def gradient_kernel(
-    q, k, v, g_cumsum, g_low, query, key_out, whole, states, d_o, d_states, d_pairs, initial_state, d_final,
-    dq, dk, dg, scale, unscale,
+    q, k, v, g_cumsum, g_low, whole, states, d_o, d_states, d_pairs, initial_state, d_final, dq, dk, dg, scale,
     cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
@@ -281,8 +268,7 @@ def gradient_kernel(
         return
     if mild(tl.min(load_whole(whole, slot, h, H, kk, K), 0), DOT):
         block_gradients(
-            q, k, v, g_cumsum, g_low, query, key_out, whole, states, d_o, d_states, d_pairs,
-            initial_state, d_final, dq, dk, dg, scale, unscale,
+            q, k, v, g_cumsum, g_low, whole, states, d_o, d_states, d_pairs, initial_state, d_final, dq, dk, dg, scale,
             slot, h, kk, cu_seqlens, table, T, per_row,
             H, K, V, C, BV, DOT, RAGGED, HAS_DO, HAS_DG, HAS_INITIAL, HAS_FINAL, False,
         )  # fmt: skip
@@ -290,8 +276,7 @@ def gradient_kernel(
 
 @triton.jit(do_not_specialize=["T", "per_row"])
 def steep_gradient_kernel(
-    q, k, v, g_cumsum, g_low, query, key_out, whole, states, d_o, d_states, d_pairs, initial_state, d_final,
-    dq, dk, dg, scale, unscale,
+    q, k, v, g_cumsum, g_low, whole, states, d_o, d_states, d_pairs, initial_state, d_final, dq, dk, dg, scale,
     cu_seqlens, table, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
@@ -310,8 +295,7 @@ def steep_gradient_kernel(
             kk = at % parts * BLOCK_K + tl.arange(0, BLOCK_K)
             if not mild(tl.min(load_whole(whole, slot, at // parts, H, kk, K), 0), DOT):
                 block_gradients(
-                    q, k, v, g_cumsum, g_low, query, key_out, whole, states, d_o, d_states, d_pairs,
-                    initial_state, d_final, dq, dk, dg, scale, unscale,
-                    slot, at // parts, kk, cu_seqlens, table, T, per_row,
+                    q, k, v, g_cumsum, g_low, whole, states, d_o, d_states, d_pairs, initial_state, d_final,
+                    dq, dk, dg, scale, slot, at // parts, kk, cu_seqlens, table, T, per_row,
                     H, K, V, C, BV, DOT, RAGGED, HAS_DO, HAS_DG, HAS_INITIAL, HAS_FINAL, True,
                 )  # fmt: skip

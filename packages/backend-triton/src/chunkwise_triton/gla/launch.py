@@ -121,9 +121,9 @@ def _gradients(
         call.scale, HAS_DO=d_o is not None,
     )  # fmt: skip
     arguments = (
-        *(call.q, call.k, call.v, call.sums, call.low, call.query, call.key_out, call.whole, states),
-        *(or_any(d_o, call.v), d_states, d_pairs, or_any(inputs.initial_state, d_states), or_any(d_final, d_states)),
-        *(found["q"], found["k"], found.get("g", call.v), call.scale, 1.0 / call.scale if call.scale else 0.0),
+        *(call.q, call.k, call.v, call.sums, call.low, call.whole, states, or_any(d_o, call.v), d_states, d_pairs),
+        *(or_any(inputs.initial_state, d_states), or_any(d_final, d_states)),
+        *(found["q"], found["k"], found.get("g", call.v), call.scale),
     )
     has = {"HAS_DO": d_o is not None, "HAS_DG": gates}
     has |= {"HAS_INITIAL": inputs.initial_state is not None, "HAS_FINAL": d_final is not None}

@@ -1,7 +1,7 @@
 """Launches of the delta rule: those of the gated delta rule, under gates of zero.
 
-Zeros take four bytes a token and head to read, where q, k, v and o take a thousand: a case of their own would make every
-kernel a second one and save nothing that can be measured.
+Zeros take four bytes a token and head to read, where q, k, v and o take a thousand: a case without gates would make a
+second one of every kernel and save nothing that can be measured.
 """
 
 from __future__ import annotations

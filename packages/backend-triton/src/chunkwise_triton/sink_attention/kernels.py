@@ -127,7 +127,7 @@ def forward_step(
         new = tl.maximum(top, tl.max(s, 1) * c)
         p = tl.exp2(s * c - new[:, None])
     rescale = tl.exp2(top - new)
-    total = total * rescale + tl.sum(p, 1)
+    total = total * rescale + tl.sum(p.to(total.dtype), 1)
     acc = acc * rescale[:, None]
     v_tile = load_tile(v_at + at, j, HK * D, d, D, BD, live, MASKED).to(DOT)  # [BN, BD]
     acc = tl.dot(p.to(DOT), v_tile, acc, input_precision="tf32x3")
@@ -163,7 +163,8 @@ def forward_kernel(
     v_at = row_pointer(v, key_start, key_head, HK, D)
     acc = tl.zeros((BM, BD), tl.float32)
     top = tl.full((BM,), LEAST, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
+    # What rounding takes from the sum is in all of a row's outputs alike, and so in delta: fp32 sums in fp64.
+    total = tl.zeros((BM,), tl.float64 if q.dtype.element_ty == tl.float32 else tl.float32)
     if WINDOWED:
         for at in tl.range(low, begin, BN):
             acc, top, total = forward_step(
@@ -184,12 +185,12 @@ def forward_kernel(
     new = tl.maximum(top, sink * LOG2E)
     kept = tl.exp2(top - new)
     whole = total * kept + tl.exp2(sink * LOG2E - new)
-    acc = acc * kept[:, None] / tl.where(whole > 0.0, whole, 1.0)[:, None]
+    acc = (acc.to(whole.dtype) * (kept / tl.where(whole > 0.0, whole, 1.0))[:, None]).to(tl.float32)
     store_tile(row_pointer(o, first, head, HQ, D), acc, t * HQ + g, D, d, D, t < count)
     if KEEP:
         # A sink that outweighs the keys is taken as it is: what base 2 and back rounds is more than the keys' share.
         largest = tl.where(sink * LOG2E < top, top * LN2, sink)
-        value = tl.where(total > 0.0, largest + tl.log2(whole) * LN2, sink)
+        value = tl.where(total > 0.0, largest + tl.log2(whole.to(tl.float32)) * LN2, sink)
         tl.store(lse + row_index(n, first, head, T, HQ, RAGGED) + row, value, mask=t < count)
 
 

@@ -68,13 +68,9 @@ def stack_bytes(kernel, folder):
 CASES = [
     ("H200", "bf16", 128, None, False, 200),
     ("H200", "bf16", 64, 128, True, 160),
-    ("H200", "fp16", 80, None, True, 200),
     ("H200", "bf16", 256, None, False, 160),
     ("H200", "fp32", 64, None, False, 160),
     ("A100", "bf16", 128, 128, True, 160),
-    ("A100", "bf16", 256, None, False, 160),
-    ("A100", "fp32", 128, None, False, 160),
-    ("RTX 4090", "bf16", 96, None, False, 160),
     ("B200", "bf16", 128, None, False, 600),
     ("RTX 5090", "bf16", 128, None, False, 160),
 ]

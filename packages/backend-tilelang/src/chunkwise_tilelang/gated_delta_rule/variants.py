@@ -33,7 +33,7 @@ def variants(whole: bool) -> Sequence[Variant]:
     found += [_solve(heads, ragged, dtype) for heads, ragged, dtype in _solve_choices(whole)]
     found += [_summarise(key_width, groups, ragged, dtype) for key_width, groups, ragged, dtype in _summaries(whole)]
     found += [_compose(key_width, ragged) for key_width, ragged in _compositions(whole)]
-    found += [_passes(*choice) for choice in _choices(whole)]
+    found += [_passes(*choice) for choice in (_choices(whole) if whole else _choices(whole)[:2])]
     found += [_gradients(*choice) for choice in _gradients_choices(whole)]
     width = {"width": 128, "dtype": "bfloat16"}
     found.append(Variant("gated delta rule, L2 norm", l2_normalise, width, _ARCH, 0))

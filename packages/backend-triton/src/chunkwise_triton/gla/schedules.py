@@ -47,7 +47,7 @@ def _output(t: Tile) -> int:
 
 
 def _gradient(t: Tile) -> int:
-    return t.stages * 2 * (CHUNK + t.block_k) * t.block_v + 4 * CHUNK * t.block_k + 3 * CHUNK * CHUNK
+    return t.stages * 2 * (CHUNK + t.block_k) * t.block_v + 4 * CHUNK * t.block_k + 2 * CHUNK * CHUNK
 
 
 KERNELS = {

@@ -165,7 +165,7 @@ CASES = [
         ("simple_gla", name, *case)
         for name in SIMPLE_GLA
         for case in (*COVERING, *MANY_STATES)
-        if name == "gradient" or case in (COVERING[0], *MANY_STATES[1:]) and (name != "fused" or case[0] == "H200")
+        if name == "gradient" or (case in (COVERING[0], *MANY_STATES[1:]) and (name != "fused" or case[0] == "H200"))
     ],
     *[("gla", name, *case) for name in GLA for case in (COVERING[0], COVERING[3], COVERING[5], MANY_STATES[1])],
     *[("no_gate", name, *case) for name in SIMPLE_GLA for case in (COVERING[0], MANY_STATES[1])],

@@ -118,9 +118,12 @@ def test_cuda_12_6_compiles_kernels_behind_the_stub(compile_: Compile, source: s
 
 
 def test_cuda_12_6_compiles_our_kernels_behind_the_stub(compile_: Compile) -> None:
-    for variant in variants():
-        if variant.arch == "sm_90a":  # the others need a newer compiler
-            assert compile_(lower(variant.builder(**variant.constants)), "sm_90a", *STUB) == "", variant.name
+    """The kernels that between them use every header of TileLang's templates that the others use."""
+    chosen = {v.builder.__name__: v for v in variants() if v.builder.__name__ in ("solve", "fused")}
+    assert len(chosen) == 2
+    for variant in chosen.values():
+        assert variant.arch == "sm_90a"  # the others need a newer compiler
+        assert compile_(lower(variant.builder(**variant.constants)), "sm_90a", *STUB) == "", variant.name
 
 
 def test_a_newer_compiler_with_older_headers_needs_the_stub(compile_: Compile, source: str) -> None:

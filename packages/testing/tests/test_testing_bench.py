@@ -446,6 +446,7 @@ def test_cold_caches_are_fresh_and_come_back(monkeypatch, tmp_path):
 
 
 def test_cold_comes_too_late_behind_triton(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tilelang", raising=False)  # another test may have imported it
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
     assert core_cli.main(["bench", OP, "--cold"]) == 2
     assert "triton was imported before the caches could be moved" in capsys.readouterr().err

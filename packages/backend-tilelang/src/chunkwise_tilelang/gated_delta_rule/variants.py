@@ -76,7 +76,7 @@ def _passes(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
 
 
 def _gradients_choices(whole: bool) -> list[tuple[int, int, bool, str]]:
-    chosen = [(128, 128, True, "bfloat16"), (64, 64, False, "float16")]
+    chosen = [(128, 128, True, "bfloat16")]
     every = [
         (key_width, value_width, ragged, dtype)
         for key_width in (64, 128)
@@ -115,7 +115,7 @@ def _solve(heads: int, ragged: bool, dtype: str) -> Variant:
 def _summaries(whole: bool) -> list[tuple[int, int, bool, str]]:
     dtypes = ("bfloat16", "float16")
     every = [(k, g, ragged, dtype) for k in (64, 128) for g in (1, 2) for ragged in (False, True) for dtype in dtypes]
-    return every if whole else [(128, 1, True, "bfloat16"), (128, 2, False, "float16")]
+    return every if whole else [(128, 2, True, "float16")]
 
 
 def _summarise(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:

@@ -13,20 +13,14 @@ from collections.abc import Sequence
 
 from _scaffold import PACKAGES
 
-ATTENTION = (
-    "triton.blocked and not torch.blocked and"
-    " (TestAccuracy and (fp32 and not padded-window or fp16 and (more-keys or more-queries))"
-    " or test_keys_of_other_sequences_hold_nan or test_a_query_that_sees_no_key"
-    " or test_public_backward or test_opcheck)"
-)
+# Of the ops with many pairs and formats one lean format in fp32, of small chunks where there is a choice.
+ATTENTION = "triton.blocked and not torch.blocked and TestAccuracy and fp16 and (more-keys or more-queries)"
 ALONE = "not torch.chunkwise and not centred+triton and not robust+triton"
-DPLR = "(triton.robust-dplr-states64 or triton.centred-dplr-wy32)"
-FORMATS = "split-gdn-wy64 or triton.split-gla64 or triton.split-simple-gla64 or triton.robust-dplr-wy16"
-LEAN = f"(triton.{FORMATS}) and {ALONE}"
+FP32_ALONE = "(triton.robust-dplr-wy16 or triton.centred-dplr-wy32 or triton.split-gla64)"
+LEAN = "(triton.split-gdn-wy64 or triton.split-simple-gla64) and not torch.chunkwise"
 COVERING = (
-    "(TestAccuracy and triton.split and not torch.chunkwise and (fp32 or fp16) and not (split-gla-states64 and fp16)"
-    f" or TestAccuracy and {DPLR} and fp32 and {ALONE}"
-    f" or test_gates_at_the_promised_bound and triton.centred-dplr-wy16 and fp32 and {ALONE}"
+    "(TestAccuracy and triton.split and not torch.chunkwise and not chunk_gla and (fp32 or fp16)"
+    f" or TestAccuracy and {FP32_ALONE} and fp32 and {ALONE}"
     f" or {LEAN} and ((test_offsets or test_padding_holds_nan) and fp32 or test_public_backward"
     " or test_absent_gradient or test_final_state_is_fresh or test_token_by_token or test_opcheck)"
     f" or {ATTENTION})"

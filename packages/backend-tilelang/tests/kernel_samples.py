@@ -1,8 +1,11 @@
-"""Small kernels for the tests of the toolkit: builders, as those of the backend are."""
+"""Small kernels for the tests: builders, as those of the backend are."""
 
 from typing import Any
 
+import tilelang.cpu.language as on_cpu
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
+
+from chunkwise_tilelang.tiles.sequences import chunk_rows, segment_rows, segments_of
 
 
 def add(*, width: int) -> Any:
@@ -146,3 +149,40 @@ def racing(*, apart: bool) -> Any:
                 y[j] = shared[127 - j]
 
     return racing_kernel
+
+
+def places(ragged: bool, chunk_size: int) -> Any:
+    """For the CPU: where each chunk and each segment lies, and which segments each sequence has."""
+    offsets, slots, segments, sequences = (T.dynamic(name) for name in ("offsets", "slots", "segments", "sequences"))
+
+    @T.prim_func
+    def places_of(
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        by_chunk: T.Tensor((slots, 3), "int32"),
+        by_segment: T.Tensor((segments, 5), "int32"),
+        by_sequence: T.Tensor((sequences, 2), "int32"),
+        steps: T.int32,
+        rows: T.int32,
+        chunks: T.int32,
+    ):
+        with on_cpu.Kernel(1):
+            for slot in T.serial(slots):
+                batch, first, count = chunk_rows(slot, cu_seqlens, offsets - 1, steps, rows, chunk_size, ragged)
+                by_chunk[slot, 0] = batch
+                by_chunk[slot, 1] = first
+                by_chunk[slot, 2] = count
+            for slot in T.serial(segments):
+                n, start, length, chunk, ends = segment_rows(
+                    slot, cu_seqlens, offsets - 1, steps, rows, chunk_size, chunks, ragged
+                )
+                by_segment[slot, 0] = n
+                by_segment[slot, 1] = start
+                by_segment[slot, 2] = length
+                by_segment[slot, 3] = chunk
+                by_segment[slot, 4] = ends
+            for n in T.serial(sequences):
+                slot, count = segments_of(n, cu_seqlens, rows, chunk_size, chunks, ragged)
+                by_sequence[n, 0] = slot
+                by_sequence[n, 1] = count
+
+    return places_of

@@ -35,12 +35,14 @@ def test_the_backward_must_fit_only_where_it_follows() -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_registers_that_change_hands(groups: int) -> None:
     """A block that asks for more than it was started with waits for ever."""
-    states, pairs, copies = schedules_backward.PASSES_REGISTERS[groups]
-    blocks = {
-        128 * (groups + 2): 128 * (groups * states + pairs + copies),
-        384: 128 * (2 * schedules_backward.GRADIENTS_REGISTERS[0] + schedules_backward.GRADIENTS_REGISTERS[1]),
-    }
-    for threads, wanted in blocks.items():
+    blocks = [
+        (128 * (groups + 2), groups * states + pairs + copies)
+        for states, pairs, copies in (schedules.REGISTERS[groups], schedules_backward.PASSES_REGISTERS[groups])
+    ]
+    both = (schedules.SUMMARY_REGISTERS, schedules_backward.GRADIENTS_REGISTERS)
+    blocks += [(384, 2 * computes + loads) for computes, loads in both]
+    for threads, of_groups in blocks:
+        wanted = 128 * of_groups
         assert wanted <= threads * (65536 // threads // 8 * 8)
 
 

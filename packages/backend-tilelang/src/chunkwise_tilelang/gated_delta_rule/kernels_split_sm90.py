@@ -19,8 +19,8 @@ _STEPS = 4  # of 16 tokens
 
 
 def summarise(
-    *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int, dtype: str,
-    ragged: bool,
+    *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int,
+    registers: tuple[int, int], dtype: str, ragged: bool,
 ) -> Any:  # fmt: skip
     """A and B of every segment that another one follows, from the solved chunks; such segments have whole chunks.
 
@@ -30,6 +30,7 @@ def summarise(
         heads, value_heads, key_width, value_width: H, HV, K and V.
         groups: such warpgroups of a block, one or two.
         stages: chunks that are loaded ahead.
+        registers: of a thread that has states, and of one that loads, where there are two groups.
         dtype: of the activations.
         ragged: whether the sequences are found by offsets.
     """
@@ -118,14 +119,14 @@ def summarise(
             tx = T.get_thread_binding()
             if tx < 128:
                 if G == 2:
-                    T.set_max_nreg(216, 1)
+                    T.set_max_nreg(registers[0], 1)
                 carry(0, (segment, hv, first), turns, ends, a, b, k_s, v_s, m_s, d_s, raw, empty)
             elif tx < 128 * G:
-                T.set_max_nreg(216, 1)
+                T.set_max_nreg(registers[0], 1)
                 carry(G - 1, (segment, hv, first + 64), turns, ends, a, b, k_s, v_s, m_s, d_s, raw, empty)
             else:
                 if G == 2:
-                    T.set_max_nreg(40, 0)
+                    T.set_max_nreg(registers[1], 0)
                 batch = 0 if ragged else n
                 if tx < 128 * G + 32:
                     for i in T.unroll(turns, unroll_factor=1):

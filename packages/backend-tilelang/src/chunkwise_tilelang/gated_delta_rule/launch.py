@@ -12,7 +12,7 @@ from chunkwise.verifier.facts import Facts
 from chunkwise_tilelang.gated_delta_rule.kernels import solve
 from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
 from chunkwise_tilelang.gated_delta_rule.kernels_split_sm90 import compose, summarise
-from chunkwise_tilelang.gated_delta_rule.schedules import Schedule
+from chunkwise_tilelang.gated_delta_rule.schedules import SUMMARY_REGISTERS, Schedule
 from chunkwise_tilelang.tiles.l2norm import l2_normalise
 from chunkwise_tilelang.toolkit import compile as compiling
 
@@ -38,9 +38,9 @@ def split_work(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> li
     """The kernels that find the entry states of segments, with their constants."""
     sizes = dict(zip(("heads", "value_heads", "key_width", "value_width"), shape, strict=True))
     both = {name: sizes[name] for name in ("value_heads", "key_width", "value_width")}
-    tiles = {"groups": schedule.summary_groups, "stages": schedule.stages, "dtype": dtype}
+    tiles = {"groups": schedule.summary_groups, "stages": schedule.stages, "registers": SUMMARY_REGISTERS}
     return [
-        (summarise, {**sizes, **tiles, "ragged": ragged}),
+        (summarise, {**sizes, **tiles, "dtype": dtype, "ragged": ragged}),
         (compose, {**both, "ragged": ragged}),
     ]
 

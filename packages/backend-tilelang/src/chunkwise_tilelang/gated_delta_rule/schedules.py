@@ -19,6 +19,10 @@ REGISTERS = {1: (240, 160, 40), 2: (208, 72, 24)}
 """Of a thread that has states, that computes pairs, that copies, by groups: the first needs what ptxas takes without
 spills, out of 65,536 for all."""
 
+SUMMARY_REGISTERS = (216, 40)
+"""Of a thread of the summarising kernel that has states, and of one that loads, where a block has two groups; with one
+there are registers enough for all."""
+
 # Time of a chunk by the number of groups of a block, in units of what the fused kernel takes with one: NOTES.md.
 _FUSED_TIME = {1: 1.0, 2: 1.75}
 _SUMMARY_TIME = {1: 0.8, 2: 1.0}

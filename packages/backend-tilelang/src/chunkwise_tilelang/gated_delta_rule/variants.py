@@ -120,7 +120,7 @@ def _summaries(whole: bool) -> list[tuple[int, int, bool, str]]:
 
 def _summarise(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
     sizes = {"key_width": key_width, "value_width": 128, "groups": groups, "stages": schedules.STAGES}
-    constants = {**_HEADS, **sizes, "dtype": dtype, "ragged": ragged}
+    constants = {**_HEADS, **sizes, "registers": schedules.SUMMARY_REGISTERS, "dtype": dtype, "ragged": ragged}
     name = f"gated delta rule, summaries, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
     return Variant(name, summarise, constants, _ARCH, schedules.summarise_bytes(key_width, groups))
 

@@ -10,11 +10,25 @@ right to an ulp of the difference. 16-bit operands round more than fp32 sums los
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.chunks import locate
-from chunkwise_triton.common.tiles import load_row, load_rows, store_rows
+from chunkwise_triton.common.tiles import block_program, load_row, load_rows, store_rows
 
 # exp of a gate below it is 0 in fp32; the sums of a chunk stay small enough for their digits to count.
 LOWEST_CHANNEL_GATE = tl.constexpr(-110.0)
+
+
+@triton.jit
+def sum_channel_gates(g, first, t, rows, head, HEADS, columns, WIDTH, DOT: tl.constexpr):
+    """G of all rows of a chunk from its gates, as (high, low); rows past the chunk's last add nothing."""
+    gates = load_rows(g, first, t, rows, head, HEADS, columns, WIDTH).to(tl.float32)  # [C, BLOCK_K]
+    gates = tl.maximum(gates, LOWEST_CHANNEL_GATE)
+    if tl.float32 == DOT:
+        sums = tl.cumsum(gates.to(tl.float64), 0)
+        high = sums.to(tl.float32)
+        low = (sums - high.to(tl.float64)).to(tl.float32)
+    else:
+        high = tl.cumsum(gates, 0)
+        low = tl.zeros_like(high)
+    return high, low
 
 
 @triton.jit(do_not_specialize=["T", "per_row"])
@@ -25,22 +39,14 @@ def channel_gate_kernel(
 ):  # fmt: skip
     """G ``[B, T, H, K]`` fp32 for BLOCK_K columns of a chunk; with fp32 operands also what rounding took from it."""
     parts: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    part = tl.program_id(0) % parts
-    h = tl.program_id(0) // parts % H
-    slot = tl.program_id(0) // parts // H
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    part, _, h, _, first, rows = block_program(parts, H, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     t = tl.arange(0, C)
     kk = part * BLOCK_K + tl.arange(0, BLOCK_K)
-    gates = load_rows(g, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
-    gates = tl.maximum(gates, LOWEST_CHANNEL_GATE)
+    high, low = sum_channel_gates(g, first, t, rows, h, H, kk, K, DOT)
     if tl.float32 == DOT:
-        sums = tl.cumsum(gates.to(tl.float64), 0)
-        high = sums.to(tl.float32)
-        store_rows(g_low, (sums - high.to(tl.float64)).to(tl.float32), first, t, rows, h, H, kk, K)
-    else:
-        high = tl.cumsum(gates, 0)
+        store_rows(g_low, low, first, t, rows, h, H, kk, K)
     store_rows(g_cumsum, high, first, t, rows, h, H, kk, K)
 
 

@@ -20,6 +20,19 @@ def chunk_program(HEADS: tl.constexpr, cu_seqlens, table, T, per_row, C: tl.cons
 
 
 @triton.jit
+def block_program(
+    BLOCKS: tl.constexpr, HEADS: tl.constexpr, cu_seqlens, table, T, per_row, C: tl.constexpr, RAGGED: tl.constexpr
+):
+    """Block, slot, head, sequence, first row and number of rows of a program that works on one of a chunk's blocks of
+    columns."""
+    block = tl.program_id(0) % BLOCKS
+    head = tl.program_id(0) // BLOCKS % HEADS
+    slot = tl.program_id(0) // BLOCKS // HEADS
+    n, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    return block, slot, head, n, first, rows
+
+
+@triton.jit
 def load_rows(x, first, t, rows, head, HEADS, columns, WIDTH):
     """Rows ``first + t`` of one head of ``[B, T, HEADS, WIDTH]``, those with ``t < rows``."""
     at = ((first + t[:, None]) * HEADS + head) * WIDTH + columns[None, :]

@@ -28,8 +28,15 @@ from chunkwise_triton.common.channel_decay import (
 )
 from chunkwise_triton.common.channel_gates import channel_totals, decay_to_end
 from chunkwise_triton.common.chunk_products import exact_products, row_products, rows_by_state
-from chunkwise_triton.common.chunks import locate, sequence_span
-from chunkwise_triton.common.tiles import chunk_program, load_rows, load_rows_above, load_state, store_rows
+from chunkwise_triton.common.chunks import sequence_span
+from chunkwise_triton.common.tiles import (
+    block_program,
+    chunk_program,
+    load_rows,
+    load_rows_above,
+    load_state,
+    store_rows,
+)
 from chunkwise_triton.common.tril_inverse import unit_lower_inverse
 
 
@@ -210,10 +217,7 @@ def key_gradient_kernel(
     """
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     LEVELS: tl.constexpr = 1 if CENTRED else 4 if C == 16 else 5 if C == 32 else 6
-    part = tl.program_id(0) % PARTS
-    h = tl.program_id(0) // PARTS % H
-    slot = tl.program_id(0) // PARTS // H
-    n, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    part, slot, h, n, first, rows = block_program(PARTS, H, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     t = tl.arange(0, C)

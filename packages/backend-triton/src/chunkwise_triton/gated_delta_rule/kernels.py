@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from chunkwise_triton.common.chunk_products import exact_products, row_products, state_products
-from chunkwise_triton.common.chunks import locate, sequence_span
+from chunkwise_triton.common.chunks import sequence_span
 from chunkwise_triton.common.gates import (
     chunk_gates,
     decayed,
@@ -25,6 +25,7 @@ from chunkwise_triton.common.gates import (
     sum_from,
 )
 from chunkwise_triton.common.tiles import (
+    block_program,
     chunk_program,
     load_rows,
     load_vector,
@@ -140,10 +141,7 @@ def state_gradient_kernel(
     (``exp(G) S^T k``) and by the exit; ``state_sums`` ``[slots, HV, PARTS]`` the product of the entry state and the
     gradient of the exit state.
     """
-    part = tl.program_id(0) % PARTS
-    h = tl.program_id(0) // PARTS % H
-    slot = tl.program_id(0) // PARTS // H
-    n, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    part, slot, h, n, first, rows = block_program(PARTS, H, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     begin, length = sequence_span(n, cu_seqlens, T, RAGGED)

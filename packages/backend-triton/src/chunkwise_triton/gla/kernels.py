@@ -17,7 +17,7 @@ DOT is the dtype of the products' operands; every product accumulates in fp32.
 import triton
 import triton.language as tl
 
-from chunkwise_triton.common.channel_gates import LOWEST_CHANNEL_GATE, channel_sums, channel_totals
+from chunkwise_triton.common.channel_gates import channel_sums, channel_totals, decay_to_end, sum_channel_gates
 from chunkwise_triton.common.channel_products import (
     mild,
     mild_pairs,
@@ -28,7 +28,7 @@ from chunkwise_triton.common.channel_products import (
 )
 from chunkwise_triton.common.chunk_products import exact_products, row_products, state_products
 from chunkwise_triton.common.chunks import locate, sequence_span
-from chunkwise_triton.common.tiles import load_row, load_rows, load_state, store_rows
+from chunkwise_triton.common.tiles import block_program, load_rows, load_state, store_rows
 
 GROUP = tl.constexpr(16)
 """How many blocks a program of the steep chunks' kernels looks at."""
@@ -52,37 +52,26 @@ def decay_kernel(
     SUMMED: g_cumsum is read. Else it is written, and with fp32 operands also what rounding took from it.
     """
     parts: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    part = tl.program_id(0) % parts
-    h = tl.program_id(0) // parts % H
-    slot = tl.program_id(0) // parts // H
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    part, slot, h, _, first, rows = block_program(parts, H, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     t = tl.arange(0, C)
     kk = part * BLOCK_K + tl.arange(0, BLOCK_K)
     if SUMMED:
-        sums = load_rows(g_cumsum, first, t, rows, h, H, kk, K)  # [C, BLOCK_K] fp32
-        end = load_row(g_cumsum, first + rows - 1, h, H, kk, K)
-        to_end = tl.exp(end[None, :] - sums)
+        high, low = channel_sums(g_cumsum, g_low, first, t, rows, h, H, kk, K, DOT)
+        high_end, low_end = channel_totals(g_cumsum, g_low, first, rows, h, H, kk, K, DOT)
     else:
-        gates = load_rows(g, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
-        gates = tl.maximum(gates, LOWEST_CHANNEL_GATE)
+        high, low = sum_channel_gates(g, first, t, rows, h, H, kk, K, DOT)
+        high_end = tl.sum(tl.where(t[:, None] == C - 1, high, 0.0), 0)
+        low_end = tl.sum(tl.where(t[:, None] == C - 1, low, 0.0), 0)
+        store_rows(g_cumsum, high, first, t, rows, h, H, kk, K)
         if tl.float32 == DOT:
-            wide = tl.cumsum(gates.to(tl.float64), 0)
-            to_end = tl.exp((tl.sum(gates.to(tl.float64), 0)[None, :] - wide).to(tl.float32))
-            sums = wide.to(tl.float32)
-            store_rows(g_low, (wide - sums.to(tl.float64)).to(tl.float32), first, t, rows, h, H, kk, K)
-            end = tl.sum(tl.where(t[:, None] == C - 1, sums, 0.0), 0)
-        else:
-            sums = tl.cumsum(gates, 0)
-            end = tl.sum(tl.where(t[:, None] == C - 1, sums, 0.0), 0)  # rows past the chunk's last add nothing
-            to_end = tl.exp(end[None, :] - sums)
-    tl.store(whole + (slot.to(tl.int64) * H + h) * K + kk, tl.exp(end), mask=kk < K)
-    if not SUMMED:
-        store_rows(g_cumsum, sums, first, t, rows, h, H, kk, K)
+            store_rows(g_low, low, first, t, rows, h, H, kk, K)
+    tl.store(whole + (slot.to(tl.int64) * H + h) * K + kk, tl.exp(high_end), mask=kk < K)
     q_tile = load_rows(q, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
-    store_rows(query, q_tile * tl.exp(sums) * scale, first, t, rows, h, H, kk, K)
+    store_rows(query, q_tile * tl.exp(high) * scale, first, t, rows, h, H, kk, K)
     k_tile = load_rows(k, first, t, rows, h, H, kk, K).to(tl.float32)  # [C, BLOCK_K]
+    to_end = decay_to_end(high, low, high_end, low_end, DOT)
     store_rows(key_out, k_tile * to_end, first, t, rows, h, H, kk, K)
 
 
@@ -135,10 +124,7 @@ def output_kernel(
 ):  # fmt: skip
     """BV columns of o of a chunk, from its entry state."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    column = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % H
-    slot = tl.program_id(0) // blocks // H
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    column, slot, h, _, first, rows = block_program(blocks, H, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     t = tl.arange(0, C)
@@ -170,10 +156,7 @@ def value_gradient_kernel(
     """BV columns of dv of a chunk, from the gradient of its exit state; the first of them also the gradient of P
     ``[B, T, H, C]``."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    column = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % H
-    slot = tl.program_id(0) // blocks // H
-    _, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    column, slot, h, _, first, rows = block_program(blocks, H, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
     t = tl.arange(0, C)
@@ -260,12 +243,10 @@ def gradient_kernel(
 ):  # fmt: skip
     """dq, dk and, where HAS_DG, dg of BLOCK_K channels of a chunk, unless they are steep."""
     parts: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    kk = tl.program_id(0) % parts * BLOCK_K + tl.arange(0, BLOCK_K)
-    h = tl.program_id(0) // parts % H
-    slot = tl.program_id(0) // parts // H
-    _, _, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
+    part, slot, h, _, _, rows = block_program(parts, H, cu_seqlens, table, T, per_row, C, RAGGED)
     if rows <= 0:
         return
+    kk = part * BLOCK_K + tl.arange(0, BLOCK_K)
     if mild(tl.min(load_whole(whole, slot, h, H, kk, K), 0), DOT):
         block_gradients(
             q, k, v, g_cumsum, g_low, whole, states, d_o, d_states, d_pairs, initial_state, d_final, dq, dk, dg, scale,

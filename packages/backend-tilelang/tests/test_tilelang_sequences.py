@@ -1,0 +1,96 @@
+"""Where chunks and segments lie, by the arithmetic of the kernels: compiled for the CPU and run there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+CHUNK = 64
+Places = Callable[[tuple[int, ...] | None, int, int, int], tuple[Tensor, Tensor, Tensor]]
+OFFSETS = [
+    (0, 0), (0, 0, 0), (0, 1), (0, 64), (0, 65, 65, 66), (0, 0, 63, 64, 65, 300, 300, 801, 960),
+    (0, 128, 256, 256, 640), (0, 1, 2, 3, 4, 5), (0, 0, 0, 0, 700),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places() -> Places:
+    import tilelang
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        import kernel_samples
+    finally:
+        sys.path.pop(0)
+    kernels = {
+        ragged: tilelang.compile(kernel_samples.places(ragged, CHUNK), target="c", execution_backend="cython")
+        for ragged in (False, True)
+    }
+
+    def run(offsets: tuple[int, ...] | None, batch: int, rows: int, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What each slot of a chunk, each slot of a segment and each sequence is told."""
+        ragged = offsets is not None
+        sequences = len(offsets) - 1 if offsets is not None else batch
+        counts = [
+            rows // width + sequences if ragged else batch * -(-rows // width) for width in (CHUNK, chunks * CHUNK)
+        ]
+        shapes = zip((*counts, sequences), (3, 5, 2), strict=True)
+        found = [torch.full(shape, -7, dtype=torch.int32) for shape in shapes]
+        where = torch.tensor(offsets or (0, 0), dtype=torch.int32)
+        kernels[ragged](where, *found, sequences.bit_length(), rows, chunks)
+        return found[0], found[1], found[2]
+
+    return run
+
+
+def check(places: Places, offsets: tuple[int, ...] | None, batch: int, rows: int, chunks: int) -> None:
+    """Every row is in one chunk and one segment; segments start where the chunk that they name starts."""
+    by_chunk, by_segment, by_sequence = places(offsets, batch, rows, chunks)
+    spans = list(pairwise(offsets)) if offsets is not None else [(0, rows)] * batch
+    taken = set()
+    for n, (begin, end) in enumerate(spans):
+        slot, count = by_sequence[n].tolist()
+        assert count == max(1, -(-(end - begin) // (chunks * CHUNK)))
+        at = begin
+        for i in range(count):
+            taken.add(slot + i)
+            owner, first, length, chunk, ends = by_segment[slot + i].tolist()
+            assert (owner, first, ends) == (n, at, int(i == count - 1))
+            assert length == min(end - at, chunks * CHUNK)
+            for step in range(-(-length // CHUNK)):
+                row = 0 if offsets is not None else n
+                part = min(CHUNK, end - at - step * CHUNK)
+                assert by_chunk[chunk + step].tolist() == [row, at + step * CHUNK, part]
+            at += length
+        assert at == end
+    for slot in set(range(len(by_segment))) - taken:
+        assert by_segment[slot, 2] == 0
+        assert by_segment[slot, 4] == -1
+    assert by_chunk[:, 2].clamp(min=0).sum() == sum(end - begin for begin, end in spans)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 100])
+@pytest.mark.parametrize("offsets", OFFSETS, ids=lambda o: "_".join(map(str, o)))
+def test_ragged(places: Places, offsets: tuple[int, ...], chunks: int) -> None:
+    check(places, offsets, 1, offsets[-1], chunks)
+    check(places, offsets, 1, offsets[-1] + 130, chunks)  # rows of padding
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 64, 65, 1000])
+def test_dense(places: Places, rows: int, chunks: int) -> None:
+    check(places, None, 3, rows, chunks)
+
+
+def test_random_offsets(places: Places) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        count, rows = (int(torch.randint(1, most, (), generator=generator)) for most in (12, 1500))
+        cuts = torch.randint(0, rows + 1, (count,), generator=generator).sort().values.tolist()
+        check(places, (0, *cuts), 1, rows, int(torch.randint(1, 6, (), generator=generator)))

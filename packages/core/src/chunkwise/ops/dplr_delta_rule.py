@@ -84,8 +84,8 @@ CASES = (
 )
 
 BENCHMARKS = (
-    Case("h32-d64-8x4096", sizes_of(8, 4096, 32, (64, 64)), options={"safe_gate": True}),
-    Case("h32-d128-8x2048", sizes_of(8, 2048, 32, (128, 128)), options={"safe_gate": True}),
+    Case("h32-d64-c32-8x4096", sizes_of(8, 4096, 32, (64, 64)), options={"safe_gate": True, "chunk_size": 32}),
+    Case("h32-d128-c32-4x4096", sizes_of(4, 4096, 32, (128, 128)), options={"safe_gate": True, "chunk_size": 32}),
 )
 
 

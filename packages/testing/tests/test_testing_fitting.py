@@ -1,5 +1,6 @@
 """Cases drawn as implementations accept them: only what a rule refuses moves, and no further than to its neighbour."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,17 +8,18 @@ import pytest
 import torch
 
 from chunkwise.ops import OPS
-from chunkwise.verifier.rules import Rule, dtype, one_of, same_dtype, size_multiple_of
+from chunkwise.verifier.rules import Rule, centred_gates_fit, dtype, one_of, same_dtype, size_multiple_of
 from chunkwise_testing import sampling
 from chunkwise_testing.fitting import fitted_to
+from chunkwise_testing.sampling import variant
 from chunkwise_testing.study import Sample
 from chunkwise_testing.suite.base import small_case
 
 OP = "chunk_gated_delta_rule"
 
 
-def pair(*rules: Rule) -> Any:
-    return SimpleNamespace(implementations=(SimpleNamespace(rules=rules),))
+def pair(*rules: Rule, residuals: str | None = None) -> Any:
+    return SimpleNamespace(implementations=(SimpleNamespace(rules=rules),), format=residuals)
 
 
 NARROW = pair(one_of("K", 64, 128), size_multiple_of("V", 64), dtype("q", "bf16", "fp16"), same_dtype("q k v"))
@@ -46,7 +48,7 @@ def test_widths_and_dtypes_move_to_the_nearest() -> None:
 
 
 def test_a_cell_keeps_its_dtypes() -> None:
-    with fitted_to(NARROW, "cpu", dtypes=False):
+    with fitted_to(NARROW, "cpu", cell=True):
         tensors = drawn()
     assert tensors["q"].dtype == torch.float32
     assert tensors["q"].shape[-1] == 64
@@ -67,3 +69,16 @@ def test_rules_that_read_more_move_nothing(reads: set[str]) -> None:
     other = Rule(**{**rule.__dict__, "reads": frozenset(reads)})
     with fitted_to(pair(other), "cpu"):
         assert drawn()["q"].shape[-1] == drawn()["k"].shape[-1] == 24
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+@pytest.mark.parametrize("options", [{}, {"safe_gate": True}])
+def test_what_a_rule_wants_promised_is_promised_and_kept(chunk_size: int, options: dict[str, bool]) -> None:
+    op: Any = OPS["chunk_dplr_delta_rule"]
+    case = variant(small_case("chunk_dplr_delta_rule", "promised"), draw={"gk": "strong"}, options=options)
+    assert float(sampling.draw(op, case).tensors["gk"].min()) < (-4.9 if options else -10)
+    with fitted_to(pair(centred_gates_fit(), residuals=f"dplr-wy{chunk_size}@1"), "cpu"):
+        call = sampling.draw(op, case)
+    bound = call.options.get("lower_bound", -5.0)
+    assert (chunk_size / 2 + 1) * -bound * math.log2(math.e) <= 124
+    assert float(call.tensors["gk"].min()) == pytest.approx(bound)

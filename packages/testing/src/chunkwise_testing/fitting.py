@@ -1,8 +1,8 @@
 """Cases that the implementations under test accept: widths and dtypes moved to the nearest that their rules take.
 
-The suite's small cases have odd widths and fp32, which not every implementation runs. Under :func:`fitted_to` a case is
-drawn as the rules of a pair's implementations edit it; what they accept is left alone. A cell of the parity matrix
-keeps its dtypes: there a refusal stands with its reason.
+The suite's small cases have odd widths, fp32 and no promises, which not every implementation runs. Under
+:func:`fitted_to` a case is drawn as the rules of a pair's implementations edit it; what they accept is left alone. A
+cell of the parity matrix keeps its dtypes and promises: there a refusal stands with its reason.
 """
 
 from __future__ import annotations
@@ -11,25 +11,42 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from chunkwise.protocol import derive
 from chunkwise.protocol.cases import Case
+from chunkwise.protocol.declaration import Declaration
 from chunkwise.verifier.device import CPU, DeviceFacts, device_facts
 from chunkwise.verifier.facts import Facts
+from chunkwise.verifier.refusal import Kind
 from chunkwise.verifier.rules import Rule
 
 if TYPE_CHECKING:
     from chunkwise_testing.routes import Pair
 
 WIDTHS = ("K", "V", "D")
-_active: ContextVar[tuple[DeviceFacts, tuple[Rule, ...]]] = ContextVar("active", default=(CPU, ()))
+
+
+class _Target(NamedTuple):
+    """What cases are fitted to: rules on widths and dtypes, and on what is promised in a residual format."""
+
+    device: DeviceFacts = CPU
+    rules: tuple[Rule, ...] = ()
+    promises: tuple[Rule, ...] = ()
+    format: str | None = None
+
+
+_NOTHING = _Target()
+_active: ContextVar[_Target] = ContextVar("active", default=_NOTHING)
 
 
 @contextlib.contextmanager
-def fitted_to(pair: Pair, device: str, dtypes: bool = True) -> Iterator[None]:
-    """Within the block, cases are drawn as the pair accepts them on a kind of device; widths, and dtypes too."""
-    hard = (rule for i in pair.implementations for rule in i.rules if rule.kind.hard)
-    token = _active.set((device_facts(device, None), tuple(rule for rule in hard if _readable(rule, dtypes))))
+def fitted_to(pair: Pair, device: str, cell: bool = False) -> Iterator[None]:
+    """Within the block, cases are drawn as the pair accepts them on a kind of device; a cell in widths alone."""
+    hard = [rule for i in pair.implementations for rule in i.rules if rule.kind.hard]
+    readable = tuple(rule for rule in hard if _readable(rule, dtypes=not cell))
+    promises = tuple(rule for rule in hard if rule.kind is Kind.PROMISE and not cell)
+    token = _active.set(_Target(device_facts(device, None), readable, promises, pair.format))
     try:
         yield
     finally:
@@ -38,15 +55,16 @@ def fitted_to(pair: Pair, device: str, dtypes: bool = True) -> Iterator[None]:
 
 def active() -> tuple[str, ...]:
     """What the cases drawn now are fitted to: part of a key to what was drawn."""
-    device, rules = _active.get()
-    return (device.arch, *(rule.name for rule in rules)) if rules else ()
+    target = _active.get()
+    names = [rule.name for rule in (*target.rules, *target.promises)]
+    return (target.device.arch, str(target.format if target.promises else None), *names) if names else ()
 
 
 def fit(op: str, case: Case, sizes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[Case, dict[str, str]]:
     """The case and the dtypes of its tensors, as the rules accept them. Unlike widths stay unlike."""
-    device, active_rules = _active.get()
-    given = Facts(op, device, sizes=sizes, dtypes=dtypes)
-    rules = [rule for rule in active_rules if rule.reads <= given.names]
+    target = _active.get()
+    given = Facts(op, target.device, sizes=sizes, dtypes=dtypes)
+    rules = [rule for rule in target.rules if rule.reads <= given.names]
     facts = given
     for rule in rules:
         if not rule.holds(facts):
@@ -56,6 +74,18 @@ def fit(op: str, case: Case, sizes: Mapping[str, int], dtypes: Mapping[str, str]
         facts = wider if all(rule.holds(wider) for rule in rules) else facts
     moved = {axis: size for axis, size in facts.sizes.items() if size != sizes[axis]}
     return dataclasses.replace(case, sizes={**case.sizes, **moved}), dict(facts.dtypes)
+
+
+def promise(declaration: Declaration, case: Case) -> Case:
+    """The case with the promises that the rules ask for, where its options make others."""
+    target = _active.get()
+    options = {spec.name: case.options.get(spec.name, spec.default) for spec in declaration.options}
+    given = Facts(declaration.name, target.device, flags=derive.settled(declaration, options, target.format))
+    facts = given
+    for rule in target.promises:
+        facts = facts if rule.holds(facts) else rule.satisfy(facts)
+    promised = {name: value for name, value in facts.flags.items() if value != given.flags[name]}
+    return dataclasses.replace(case, options={**case.options, **promised}) if promised else case
 
 
 def _readable(rule: Rule, dtypes: bool) -> bool:

@@ -108,7 +108,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if subject is None or not getattr(getattr(item, "function", None), "fitted", True):
         yield
         return
-    with fitted_to(subject.pair, subject.torch_device, dtypes=cell is None):
+    with fitted_to(subject.pair, subject.torch_device, cell=cell is not None):
         yield
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from chunkwise.protocol.axes import DTYPES, TensorSpec
 from chunkwise.protocol.cases import Case
 from chunkwise.protocol.declaration import Declaration, Offsets, Output
-from chunkwise.protocol.derive import swapped
+from chunkwise.protocol.derive import settled, swapped
 from chunkwise.protocol.op import Op
 from chunkwise_testing import fitting
 
@@ -195,7 +195,8 @@ def draw(
             continue
         else:
             strategy = STRATEGIES[case.draw.get(spec.name) or _usual(declaration, spec)]
-            x = strategy(spec, sizes, _generator(spec.name, seed, drawn_on)).to(DTYPES[_dtype(declaration, spec, plan)])
+            x = _promised(declaration, spec.name, options, strategy(spec, sizes, _generator(spec.name, seed, drawn_on)))
+            x = x.to(DTYPES[_dtype(declaration, spec, plan)])
             if spec.name in declaration.promises.states and v_first:
                 x = x.transpose(-1, -2).contiguous()
             tensors[spec.name] = x.to(device)
@@ -205,6 +206,7 @@ def draw(
 def _fitted(op: Op[..., Any], case: Case, plan: Plan) -> tuple[Case, Plan]:
     """The case and the plan as what is under test accepts them."""
     declaration = op.declaration
+    case = fitting.promise(declaration, case)
     activations = {declaration.tensors[0].name, "q", "k", "v"} & set(declaration.tensor_names)
     dtypes = dict.fromkeys(sorted(activations), plan.activations)
     case, fitted = fitting.fit(declaration.name, case, all_sizes(declaration, case), dtypes)
@@ -275,6 +277,16 @@ def _usual(declaration: Declaration, spec: TensorSpec) -> str:
     if spec.name in declaration.promises.states:
         return "state"
     return "gate" if spec.name in gates_of(declaration) else "normal"
+
+
+def _promised(declaration: Declaration, name: str, options: Mapping[str, Any], x: Tensor) -> Tensor:
+    """The values of an argument, none of them below what the options promise."""
+    given = {spec.name: options.get(spec.name, spec.default) for spec in declaration.options}
+    held = settled(declaration, given, None)
+    for contract in declaration.promises.contracts:
+        bound = held.get(contract.lower_option) if contract.name == name and contract.lower_option else None
+        x = x if bound is None else x.clamp(min=bound)
+    return x
 
 
 def _dtype(declaration: Declaration, spec: TensorSpec, plan: Plan) -> str:

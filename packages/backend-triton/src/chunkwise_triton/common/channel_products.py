@@ -122,14 +122,16 @@ def mild_pairs_backward(
     d_left = d_entry + tl.dot(d_below, at_right, input_precision="tf32x3") * UP
     at_left = (left.to(tl.float32) * shrink).to(DOT)
     d_gates = at_left.to(tl.float32) * d_left
-    d_right = d_exit * whole[None, :]
-    through = tl.sum(at_right.to(tl.float32) * d_right, 0) * UP
-    d_right += tl.dot(tl.trans(d_below), at_left, input_precision="tf32x3")
+    d_right = tl.dot(tl.trans(d_below), at_left, input_precision="tf32x3")
     if HAS_DG:
         # A pair of which both rows are behind a gate is added and taken away again: from the same rounded operands,
         # and in a mild chunk it is no larger than what stays.
         d_gates -= at_right.to(tl.float32) * d_right * UP
-        d_gates = matrix_sums(t[:, None] <= t[None, :], d_gates, DOT) + through[None, :]
+        d_gates = matrix_sums(t[:, None] <= t[None, :], d_gates, DOT)
+    d_right += d_exit * whole[None, :]
+    if HAS_DG:  # what leaves by the exit from before a gate; from after it, it may be larger by any factor
+        leaving = at_right.to(tl.float32) * d_exit * (whole * UP)[None, :]
+        d_gates += matrix_sums(t[:, None] > t[None, :], leaving, DOT)
     return d_left * shrink, d_right * grow, d_gates
 
 

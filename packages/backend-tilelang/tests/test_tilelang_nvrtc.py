@@ -63,10 +63,21 @@ def test_a_toolkit_with_a_folder_for_each_target(machine: Path, monkeypatch: pyt
 def test_headers_of_wheels(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch brings those of the runtime, the extra those of C++, which may be of another release."""
     wheels = {"nvidia-cuda-runtime-cu12": headers(machine / "runtime", 12090)}
-    wheels["nvidia-cuda-cccl"] = headers(machine / "cccl", cxx=".")
+    wheels["nvidia-cuda-cccl"] = headers(machine / "cxx", cxx=".")
     monkeypatch.setattr(nvrtc, "_in_wheel", lambda name, header: wheels.get(name))
     headers(machine / "cuda" / "include", 12060, "cccl")
-    assert nvrtc.discover().includes == (machine / "runtime", machine / "cccl")
+    assert nvrtc.discover().includes == (machine / "runtime", machine / "cxx")
+
+
+def test_cxx_headers_of_another_folder_are_found_by_both_of_their_names(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TileLang's templates include ``cccl/cuda/std/cstdint`` from CUDA 13 on; the runtime's headers lie in a wheel."""
+    monkeypatch.setattr(nvrtc, "_library_version", lambda: (13, 0))
+    wheels = {"nvidia-cuda-runtime": headers(machine / "runtime", 13000)}
+    monkeypatch.setattr(nvrtc, "_in_wheel", lambda name, header: wheels.get(name))
+    include = headers(machine / "cuda" / "include", 13000, "cccl")
+    assert nvrtc.discover().includes == (machine / "runtime", include, include / "cccl")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ _RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 _CXX_WHEELS = ("nvidia-cuda-cccl", "nvidia-cuda-cccl-cu12")
 _RUNTIME_HEADER = "cuda_fp8.h"
 _CXX_HEADER = Path("cuda", "std", "cassert")
+_CXX_FOLDER = "cccl"  # where a toolkit has them
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ def discover() -> Nvrtc:
     cxx = next(_cxx_headers(), None)
     if cxx is None:
         return Nvrtc(version, (fitting[0],), "no C++ headers of CUDA (cuda/std, the nvidia-cuda-cccl wheel)")
-    return Nvrtc(version, tuple(dict.fromkeys((fitting[0], cxx))))
+    # From CUDA 13 on headers are named with and without that folder.
+    around = (cxx.parent,) if cxx.name == _CXX_FOLDER else ()
+    return Nvrtc(version, tuple(dict.fromkeys((fitting[0], *around, cxx))))
 
 
 def _library_version() -> Version | str:
@@ -99,7 +102,7 @@ def _runtime_headers() -> Iterator[tuple[Path, Version]]:
 
 def _cxx_headers() -> Iterator[Path]:
     wheels = [folder for name in _CXX_WHEELS if (folder := _in_wheel(name, _CXX_HEADER))]
-    toolkits = (folder / inside for folder in _toolkit_includes() for inside in ("cccl", "."))
+    toolkits = (folder / inside for folder in _toolkit_includes() for inside in (_CXX_FOLDER, "."))
     for folder in (*wheels, *toolkits):
         if (folder / _CXX_HEADER).is_file():
             yield folder

@@ -4,9 +4,9 @@ With the names of :mod:`.kernels_sm90` (``M' = M diag(beta)``, G the gate sums, 
 masked ``exp(G_t - G_s) q_t . k_s``), a leading d for gradients, C the last row of the chunk:
 
     replay      x = M' (v - exp(G) k S)                 S' = exp(G_C) S + sum_t exp(G_C - G_t) k_t x_t^T
-    reverse     dx = scale P^T do + exp(G_C - G) k dS'  dr = M^T dx
+    reverse     dx = scale P^T do + exp(G_C - G) k dS'  dr = M^T dx      dv = beta dr
                 dS = exp(G_C) dS' + sum_t exp(G_t) (scale q_t do_t^T - beta_t k_t dr_t^T)
-    gradients   dv = beta dr, and dq, dk, dg, dbeta from x, dr, do, S and dS' of one chunk (:func:`gradients`)
+    gradients   dq, dk, dg, dbeta from x, dr, do, S and dS' of one chunk (:func:`gradients`)
 
 The passes keep everything transposed, V on the rows, as the forward does and for its reasons. They leave S, dS'
 ``[slots, HV, V, K]`` and x, dr ``[slots, HV, C, V]`` in the activations' dtype, the rows behind a sequence's end zero.
@@ -43,7 +43,7 @@ def passes(
     *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int,
     registers: tuple[int, int, int], dtype: str, beta_dtype: str, ragged: bool,
 ) -> Any:  # fmt: skip
-    """S, dS', x and dr of every chunk, and the gradient of the initial state. Half of the blocks go backwards.
+    """S, dS', x and dr of every chunk, dv, and the gradient of the initial state. Half of the blocks go backwards.
 
     Args:
         heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
@@ -171,7 +171,7 @@ def passes(
         n, hv, first = place_of
         d_final, d_initial = ends
         has_final, has_initial = flags
-        s_out, r_out = outs
+        s_out, r_out, dv_out = outs
         ready, empty, free, s_full, s_empty, r_full, r_empty = rings
         ds = T.alloc_fragment((64, K), "float32")
         ds_operand = T.alloc_fragment((64, K), dtype)
@@ -187,6 +187,7 @@ def passes(
         by_key = T.alloc_fragment((C,), "float32")
         do_registers = T.alloc_local((32,), dtype)
         dr_registers = T.alloc_local((32,), dtype)
+        dv_registers = T.alloc_local((32,), dtype)
         at = T.alloc_var("int32")
         if has_final != 0:
             for v, c in T.Parallel(64, K):
@@ -230,10 +231,13 @@ def passes(
             for v, t in T.Parallel(64, C):
                 at = place(v, t)
                 dr_registers[at] = dr[v, t]
+                dv_registers[at] = dr[v, t] * d_s[stage, 5, t]
             T.wgmma_gemm(dr_operand, k_s[stage, :, :], ds, policy=_ROWS)
             T.barrier_wait(r_empty[group], (i + 1) % 2)
             for step in T.unroll(_STEPS):
                 store_transposed(dr_registers, r_out, step)
+            for step in T.unroll(_STEPS):
+                store_transposed(dv_registers, dv_out, step)
             T.fence_proxy_async()
             T.barrier_arrive(r_full[group])
             T.wait_wgmma(0)
@@ -285,6 +289,7 @@ def passes(
                 d_s[stage, 2, lane] = T.Select(lane < rows, -decay * T.cast(beta[batch, near, hv], "float32"), 0.0)
                 d_s[stage, 3, lane] = total
                 d_s[stage, 4, lane] = decay
+                d_s[stage, 5, lane] = T.cast(beta[batch, near, hv], "float32")
             T.barrier_arrive(known[0])
             T.barrier_wait(known[0], i % 2)
             T.barrier_wait(free[pair], (i // 2 + 1) % 2)
@@ -333,16 +338,38 @@ def passes(
             T.barrier_arrive(raw[stage])
 
     @T.macro
-    def store(group, tiles, turns, backwards, place_of, slot, states, rows, rings):
+    def store(group, tiles, turns, place_of, slot, states, x, rings):
         hv, first = place_of
-        s_tile, row_tile = tiles
+        s_tile, x_tile = tiles
+        s_full, s_empty, x_full, x_empty = rings
+        for i in T.unroll(turns, unroll_factor=1):
+            T.barrier_wait(s_full[group], i % 2)
+            T.tma_copy(s_tile, states[slot + i, hv, first : first + 64, :])
+            T.barrier_wait(x_full[group], i % 2)
+            T.tma_copy(x_tile, x[slot + i, hv, :, first : first + 64])
+            T.tma_store_wait()
+            T.barrier_arrive(s_empty[group])
+            T.barrier_arrive(x_empty[group])
+
+    @T.macro
+    def store_reversed(group, tiles, turns, place_of, slot, where, d_states, dr, dv, rings):
+        hv, first = place_of
+        batch, start, length = where
+        s_tile, r_tile, dv_tile = tiles
         s_full, s_empty, r_full, r_empty = rings
         for i in T.unroll(turns, unroll_factor=1):
-            at = slot + (turns - 1 - i if backwards else i)
+            chunk = turns - 1 - i
+            left = start + chunk * C
             T.barrier_wait(s_full[group], i % 2)
-            T.tma_copy(s_tile, states[at, hv, first : first + 64, :])
+            T.tma_copy(s_tile, d_states[slot + chunk, hv, first : first + 64, :])
             T.barrier_wait(r_full[group], i % 2)
-            T.tma_copy(row_tile, rows[at, hv, :, first : first + 64])
+            T.tma_copy(r_tile, dr[slot + chunk, hv, :, first : first + 64])
+            if left + C <= start + length:
+                T.tma_copy(dv_tile, dv[batch, left : left + C, hv, first : first + 64])
+            else:
+                for t, v in T.Parallel(C, 64):
+                    if left + t < start + length:
+                        dv[batch, left + t, hv, first + v] = dv_tile[t, v]
             T.tma_store_wait()
             T.barrier_arrive(s_empty[group])
             T.barrier_arrive(r_empty[group])
@@ -364,6 +391,7 @@ def passes(
         d_states: T.Tensor((slots, HV, V, K), dtype),
         x: T.Tensor((slots, HV, C, V), dtype),
         dr: T.Tensor((slots, HV, C, V), dtype),
+        dv: T.Tensor((B, TT, HV, V), dtype),
         N: T.int32,
         scale: T.float32,
         has_initial: T.int32,
@@ -383,12 +411,15 @@ def passes(
             rows_s = T.alloc_shared((S, G, C, 64), dtype)  # v or do
             m_s = T.alloc_shared((S, C, C), dtype)
             p_s = T.alloc_shared((2, C, C), dtype)
-            d_s = T.alloc_shared((S, 5, C), "float32")
+            d_s = T.alloc_shared((S, 6, C), "float32")
             s_0 = T.alloc_shared((64, K), dtype)
             s_1 = T.alloc_shared((64, K), dtype)
             r_0 = T.alloc_shared((C, 64), dtype)
             r_1 = T.alloc_shared((C, 64), dtype)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (rows_s, s_0, s_1, r_0, r_1)})
+            dv_0 = T.alloc_shared((C, 64), dtype)
+            dv_1 = T.alloc_shared((C, 64), dtype)
+            swizzled = (rows_s, s_0, s_1, r_0, r_1, dv_0, dv_1)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
 
             raw = T.alloc_barrier(arrive_count=[32] * S)
             empty = T.alloc_barrier(arrive_count=[consumers] * S)
@@ -413,7 +444,7 @@ def passes(
                 T.set_max_nreg(with_states, 1)
                 if backwards:
                     reverse(
-                        0, (n, hv, first), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s, (s_0, r_0),
+                        0, (n, hv, first), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s, (s_0, r_0, dv_0),
                         for_reverse,
                     )  # fmt: skip
                 else:
@@ -423,7 +454,7 @@ def passes(
                 if backwards:
                     reverse(
                         G - 1, (n, hv, first + 64), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s,
-                        (s_1, r_1), for_reverse,
+                        (s_1, r_1, dv_1), for_reverse,
                     )  # fmt: skip
                 else:
                     replay(
@@ -451,14 +482,20 @@ def passes(
                         load(turns, place_of, k, inverse, k_s, m_s, raw, empty, False, q, q_s, v, rows_s)
                 elif tx < consumers + 192:
                     if backwards:
-                        store(0, (s_0, r_0), turns, True, (hv, first), slot, d_states, dr, stores)
+                        store_reversed(
+                            0, (s_0, r_0, dv_0), turns, (hv, first), slot, (batch, start, length), d_states, dr, dv,
+                            stores,
+                        )  # fmt: skip
                     else:
-                        store(0, (s_0, r_0), turns, False, (hv, first), slot, states, x, stores)
+                        store(0, (s_0, r_0), turns, (hv, first), slot, states, x, stores)
                 elif G == 2:
                     if tx < consumers + 224:
                         if backwards:
-                            store(G - 1, (s_1, r_1), turns, True, (hv, first + 64), slot, d_states, dr, stores)
+                            store_reversed(
+                                G - 1, (s_1, r_1, dv_1), turns, (hv, first + 64), slot, (batch, start, length),
+                                d_states, dr, dv, stores,
+                            )  # fmt: skip
                         else:
-                            store(G - 1, (s_1, r_1), turns, False, (hv, first + 64), slot, states, x, stores)
+                            store(G - 1, (s_1, r_1), turns, (hv, first + 64), slot, states, x, stores)
 
     return gated_delta_rule_passes

@@ -56,12 +56,13 @@ def _multiprocessors(device: int) -> int:
 
 
 class _Passed(NamedTuple):
-    """What the passes leave: S, dS', x and dr of every chunk."""
+    """What the passes leave: S, dS', x and dr of every chunk, and dv."""
 
     states: Tensor
     d_states: Tensor
     x: Tensor
     dr: Tensor
+    dv: Tensor
 
 
 def backward(
@@ -92,8 +93,8 @@ def backward(
     run_passes, run_gradients = _launchers(groups, index, shape, dtypes, grad_dtype, offsets is not None)
     ends = (inputs.initial_state, d_final, d_initial)
     passed = _passes(run_passes, schedule.chunk_size, (q, k, d_o), inputs, residuals.tensors, ends, state_shape)
-    found = {} if d_initial is None else {"initial_state": d_initial}
-    if needs - {"initial_state"}:
+    found = {"v": passed.dv} if d_initial is None else {"v": passed.dv, "initial_state": d_initial}
+    if needs - {"initial_state", "v"}:
         found |= _products(run_gradients, (q, k, d_o), inputs, residuals.tensors["g_cumsum"], passed, sequences)
     if norm:
         for name in needs & {"q", "k"}:
@@ -112,7 +113,7 @@ def _passes(
     slots = v.shape[1] // chunk + sequences if offsets is not None else v.shape[0] * -(-v.shape[1] // chunk)
     states, d_states = (v.new_empty(slots, value_heads, value_width, key_width) for _ in range(2))
     x, dr = (v.new_empty(slots, value_heads, chunk, value_width) for _ in range(2))
-    passed = _Passed(states, d_states, x, dr)
+    passed = _Passed(states, d_states, x, dr, _rows(v, offsets))
     where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
     absent = _never_read(v.device, torch.float32, (1, *state_shape[1:]))
     initial, d_final, d_initial = (absent if state is None else state for state in ends)
@@ -128,16 +129,16 @@ def _products(
     kernel: compiling.Launcher, rows: tuple[Tensor, Tensor, Tensor], inputs: Any, g_cumsum: Tensor, passed: _Passed,
     sequences: int,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """dq and dk, of the normalised rows in fp32 where they are normalised, dv, dg and dbeta."""
+    """dq and dk, of the normalised rows in fp32 where they are normalised, dg and dbeta."""
     q, k, d_o = rows
     v, offsets = inputs.v, inputs.cu_seqlens
     wide = torch.float32 if inputs.use_qk_l2norm_in_kernel else None
     found = {"q": _rows(q, offsets, wide), "k": _rows(k, offsets, wide)}
-    found |= {name: _rows(getattr(inputs, name), offsets) for name in ("v", "g", "beta")}
+    found |= {name: _rows(getattr(inputs, name), offsets) for name in ("g", "beta")}
     where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
     units = passed.x.shape[0] * k.shape[2]
     kernel(
-        q, k, v, g_cumsum, inputs.beta, d_o, where, *passed, *(found[name] for name in ("q", "k", "v", "g", "beta")),
+        q, k, v, g_cumsum, inputs.beta, d_o, where, *passed[:4], *(found[name] for name in ("q", "k", "g", "beta")),
         inputs.scale, sequences.bit_length(), min(units, _multiprocessors(v.device.index)),
     )  # fmt: skip
     return found

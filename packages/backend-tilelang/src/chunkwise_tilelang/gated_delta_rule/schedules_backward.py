@@ -34,11 +34,11 @@ def groups(sequences: int, value_heads: int, value_width: int, multiprocessors: 
 def passes_bytes(key_width: int, groups: int) -> int:
     """Shared memory of the passes.
 
-    k, q, v or do, M and five fp32 rows a stage; pairs; a state and a tile of rows on their way to memory.
+    k, q, v or do, M and six fp32 rows a stage; pairs; a state and two tiles of rows on their way to memory.
     """
     chunk, width = schedules.CHUNK, groups * schedules.GROUP_WIDTH
-    a_stage = 2 * chunk * (2 * key_width + width + chunk) + 5 * 4 * chunk
-    pairs, passed = 2 * 2 * chunk * chunk, 2 * width * (key_width + chunk)
+    a_stage = 2 * chunk * (2 * key_width + width + chunk) + 6 * 4 * chunk
+    pairs, passed = 2 * 2 * chunk * chunk, 2 * width * (key_width + 2 * chunk)
     return PASSES_STAGES[groups] * a_stage + pairs + passed + _BARRIERS_BYTES
 
 
@@ -48,10 +48,10 @@ def value_block(value_width: int) -> int:
 
 
 def gradients_bytes(key_width: int, value_width: int) -> int:
-    """Shared memory of the gradients: q and k; S and dS'; x, dr, do twice; three [C, C]; sixteen fp32 rows, twice."""
+    """Shared memory of the gradients: q and k; S and dS'; x, dr, do twice; three [C, C]; eighteen fp32 rows, twice."""
     chunk, width = schedules.CHUNK, value_block(value_width)
     tiles = 2 * chunk * key_width + 2 * width * key_width + 2 * 3 * chunk * width + 3 * chunk * chunk
-    return 2 * tiles + 2 * 16 * 4 * chunk + _BARRIERS_BYTES
+    return 2 * tiles + 2 * 18 * 4 * chunk + _BARRIERS_BYTES
 
 
 def backward_bytes(key_width: int, value_width: int) -> int:

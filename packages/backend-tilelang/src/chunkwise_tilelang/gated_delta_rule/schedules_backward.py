@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_tilelang.gated_delta_rule import schedules
@@ -18,6 +20,14 @@ GRADIENTS_REGISTERS = (232, 40)
 _BARRIERS_BYTES = 1024
 
 
+# Microseconds of a chunk in a block of one group that has a multiprocessor for itself: backwards and forwards, in the
+# passes and in their summaries; of a segment in the composition; of two launches more. NOTES.md.
+_PASSES_US = (2.03, 1.4)
+_SUMMARIES_US = (1.8, 1.3)
+_COMPOSITION_US = 2.0
+_LAUNCHES_US = 10.0
+_MOST_SEGMENTS = 32  # of a sequence
+
 # The time of a block with two groups over that of one with one: as in the forward, not measured here.
 _TWO_GROUPS_COST = 1.75
 
@@ -31,6 +41,53 @@ def groups(sequences: int, value_heads: int, value_width: int, multiprocessors: 
     return 1 if rounds[1] <= rounds[2] * _TWO_GROUPS_COST else 2
 
 
+def _rounds_us(long: tuple[int, float], short: tuple[int, float], multiprocessors: int) -> float:
+    """When the last of some long and then of some short blocks ends, each taking the first free multiprocessor."""
+    (ahead, ahead_us), (behind, behind_us) = long, short
+    rounds, more = divmod(ahead, multiprocessors)
+    free = ((more, (rounds + 1) * ahead_us), (multiprocessors - more, rounds * ahead_us))
+    turns = range(behind // multiprocessors + int(ahead_us / behind_us) + 3)
+    ends = [when + turn * behind_us for _, when in free for turn in turns]
+    last = max(when for count, when in free if count)
+    done = [end for end in ends if sum(n * max(0, int((end - at) / behind_us + 1e-6)) for n, at in free) >= behind]
+    return max(last if ahead else 0.0, min(done))
+
+
+def _passes_us(chunks: int, segments: int, states: tuple[int, int], multiprocessors: int) -> float:
+    """What the passes take in segments: with the summaries and their composition, where there is more than one.
+
+    ``states`` are the blocks for the columns of all heads' V, and those for the columns of their A.
+    """
+    blocks, maps = states
+    length = -(-chunks // segments)
+    backwards, forwards = (length * each for each in _PASSES_US)
+    passes = _rounds_us((blocks * segments, backwards), (blocks * segments, forwards), multiprocessors)
+    if segments == 1:
+        return passes
+    backwards, forwards = (length * each for each in _SUMMARIES_US)
+    shorter = blocks * (segments - 1)
+    summaries = _rounds_us((shorter, backwards), (shorter + maps * segments, forwards), multiprocessors)
+    return passes + summaries + segments * _COMPOSITION_US + _LAUNCHES_US
+
+
+@lru_cache(maxsize=4096)
+def layout(sequences: int, rows: int, sizes: tuple[int, int, int], multiprocessors: int) -> tuple[int, int]:
+    """Groups of a block of the passes, and chunks of a segment (0: no split): the fastest by the model.
+
+    ``rows`` are those of all sequences together, taken to be alike; ``sizes`` are HV, K and V. Where both passes keep
+    every multiprocessor busy, segments would only add work.
+    """
+    value_heads, key_width, value_width = sizes
+    whole = groups(sequences, value_heads, value_width, multiprocessors), 0
+    chunks = -(-rows // (max(sequences, 1) * schedules.CHUNK))
+    blocks, maps = (sequences * value_heads * width // schedules.GROUP_WIDTH for width in (value_width, key_width))
+    if 2 * blocks >= multiprocessors or chunks < 4:
+        return whole
+    choices = range(1, min(_MOST_SEGMENTS, chunks // 2) + 1)
+    best = min(choices, key=lambda segments: _passes_us(chunks, segments, (blocks, maps), multiprocessors))
+    return whole if best == 1 else (1, -(-chunks // best))
+
+
 def passes_bytes(key_width: int, groups: int) -> int:
     """Shared memory of the passes.
 
@@ -40,6 +97,12 @@ def passes_bytes(key_width: int, groups: int) -> int:
     a_stage = 2 * chunk * (2 * key_width + width + chunk) + 6 * 4 * chunk
     pairs, passed = 2 * 2 * chunk * chunk, 2 * width * (key_width + 2 * chunk)
     return PASSES_STAGES[groups] * a_stage + pairs + passed + _BARRIERS_BYTES
+
+
+def summaries_bytes(key_width: int) -> int:
+    """Shared memory of the summaries of the passes: what the passes have but for what passes on to memory."""
+    passed = 2 * schedules.GROUP_WIDTH * (key_width + 2 * schedules.CHUNK)
+    return passes_bytes(key_width, 1) - passed
 
 
 def value_block(value_width: int) -> int:

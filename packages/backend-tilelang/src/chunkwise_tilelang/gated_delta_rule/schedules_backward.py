@@ -20,13 +20,12 @@ GRADIENTS_REGISTERS = (232, 40)
 _BARRIERS_BYTES = 1024
 
 
-# Microseconds of a chunk in a block of one group that has a multiprocessor for itself: backwards and forwards, in the
-# passes and in their summaries; of a segment in the composition; of two launches more. NOTES.md.
-_PASSES_US = (2.03, 1.4)
-_SUMMARIES_US = (1.8, 1.3)
-_COMPOSITION_US = 2.0
+# Microseconds, measured (NOTES.md). Of a chunk of the passes: alone, and what a full device adds, by the square of its
+# busy part; of a chunk of the summaries, backwards and forwards; of a segment in the composition; of two launches.
+_PASSES_US = (1.65, 0.48)
+_SUMMARIES_US = (1.42, 0.95)
+_COMPOSITION_US = 2.9
 _LAUNCHES_US = 10.0
-_MOST_SEGMENTS = 32  # of a sequence
 
 # The time of a block with two groups over that of one with one: as in the forward, not measured here.
 _TWO_GROUPS_COST = 1.75
@@ -60,8 +59,8 @@ def _passes_us(chunks: int, segments: int, states: tuple[int, int], multiprocess
     """
     blocks, maps = states
     length = -(-chunks // segments)
-    backwards, forwards = (length * each for each in _PASSES_US)
-    passes = _rounds_us((blocks * segments, backwards), (blocks * segments, forwards), multiprocessors)
+    alone, added = _PASSES_US
+    passes = length * (alone + added * (2 * blocks * segments / multiprocessors) ** 2)
     if segments == 1:
         return passes
     backwards, forwards = (length * each for each in _SUMMARIES_US)
@@ -74,18 +73,18 @@ def _passes_us(chunks: int, segments: int, states: tuple[int, int], multiprocess
 def layout(sequences: int, rows: int, sizes: tuple[int, int, int], multiprocessors: int) -> tuple[int, int]:
     """Groups of a block of the passes, and chunks of a segment (0: no split): the fastest by the model.
 
-    ``rows`` are those of all sequences together, taken to be alike; ``sizes`` are HV, K and V. Where both passes keep
-    every multiprocessor busy, segments would only add work.
+    ``rows`` are those of all sequences together, taken to be alike; ``sizes`` are HV, K and V. No more segments than
+    fill one round of the multiprocessors: behind that only the composition grows.
     """
     value_heads, key_width, value_width = sizes
-    whole = groups(sequences, value_heads, value_width, multiprocessors), 0
     chunks = -(-rows // (max(sequences, 1) * schedules.CHUNK))
     blocks, maps = (sequences * value_heads * width // schedules.GROUP_WIDTH for width in (value_width, key_width))
-    if 2 * blocks >= multiprocessors or chunks < 4:
-        return whole
-    choices = range(1, min(_MOST_SEGMENTS, chunks // 2) + 1)
-    best = min(choices, key=lambda segments: _passes_us(chunks, segments, (blocks, maps), multiprocessors))
-    return whole if best == 1 else (1, -(-chunks // best))
+    most = min(multiprocessors // (2 * max(blocks, 1)), chunks // 2)
+    choices = range(1, most + 1)
+    best = min(choices, key=lambda segments: _passes_us(chunks, segments, (blocks, maps), multiprocessors), default=1)
+    if best == 1:
+        return groups(sequences, value_heads, value_width, multiprocessors), 0
+    return 1, -(-chunks // best)
 
 
 def passes_bytes(key_width: int, groups: int) -> int:

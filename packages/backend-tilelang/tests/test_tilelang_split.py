@@ -10,7 +10,7 @@ import torch
 import chunkwise
 from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
-from chunkwise_tilelang.gated_delta_rule import schedules
+from chunkwise_tilelang.gated_delta_rule import schedules, schedules_backward
 
 HOPPER = FAKE_DEVICES["H200"]
 
@@ -46,6 +46,43 @@ def test_no_sequences() -> None:
     assert schedules.layout(facts)[1] == 0
 
 
+def backward_layout(sequences: int, tokens: int, value_heads: int, width: int = 128) -> tuple[int, int]:
+    return schedules_backward.layout(sequences, sequences * tokens, (value_heads, 128, width), HOPPER.sm_count)
+
+
+@pytest.mark.parametrize("sequences, tokens, value_heads", [(1, 8192, 4), (1, 32768, 4), (2, 8192, 2), (1, 8192, 8)])
+def test_few_states_are_split_backwards(sequences: int, tokens: int, value_heads: int) -> None:
+    groups, segment = backward_layout(sequences, tokens, value_heads)
+    chunks = tokens // schedules.CHUNK
+    segments = -(-chunks // segment)
+    assert groups == 1
+    assert 2 <= segment <= chunks // 2
+    assert segments == 32 // (sequences * value_heads)  # as measured; both passes fill one round
+
+
+@pytest.mark.parametrize("sequences, tokens, value_heads", [(8, 4096, 32), (1, 32768, 64), (1, 32768, 16), (1, 512, 4)])
+def test_enough_states_and_short_sequences_are_not_split_backwards(
+    sequences: int, tokens: int, value_heads: int
+) -> None:
+    groups = schedules_backward.groups(sequences, value_heads, 128, HOPPER.sm_count)
+    assert backward_layout(sequences, tokens, value_heads) == (groups, 0)
+
+
+def test_no_sequences_backwards() -> None:
+    assert schedules_backward.layout(0, 0, (4, 128, 128), HOPPER.sm_count)[1] == 0
+
+
+def test_blocks_take_the_first_free_multiprocessor() -> None:
+    """Against going through them one by one."""
+    for long, short, multiprocessors in ((3, 5, 4), (4, 9, 4), (7, 1, 5), (0, 6, 4), (12, 30, 8)):
+        free = [0.0] * multiprocessors
+        for blocks, time in ((long, 2.0), (short, 1.25)):
+            for _ in range(blocks):
+                free.sort()
+                free[0] += time
+        assert schedules_backward._rounds_us((long, 2.0), (short, 1.25), multiprocessors) == pytest.approx(max(free))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("initial", [False, True], ids=["zero", "initial"])
 @pytest.mark.parametrize("groups", [1, 2])
@@ -78,3 +115,43 @@ def test_segments_equal_the_whole(offsets: tuple[int, ...] | None, segment: int,
     assert not bool(o[:, live:].any())
     for got, expected in ((o[:, :live], want[0][:, :live]), (final, want[1])):
         assert (got.float() - expected).norm() <= 6e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", [False, True], ids=["zero", "ends"])
+@pytest.mark.parametrize("segment", [1, 2, 3, 100])
+@pytest.mark.parametrize("offsets", [None, (0, 0, 63, 64, 65, 300, 300, 801, 960)], ids=["dense", "ragged"])
+def test_gradients_of_segments_equal_those_of_the_whole(
+    offsets: tuple[int, ...] | None, segment: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an initial state and a gradient of the final one, or without; padding holds NaN."""
+    torch.manual_seed(0)
+    batch, rows, heads, value_heads, keys, values = (2 if offsets is None else 1), 1000, 2, 4, 64, 128
+    q, k = (torch.nn.functional.normalize(torch.randn(batch, rows, heads, keys, device="cuda"), dim=-1) for _ in "qk")
+    v = torch.randn(batch, rows, value_heads, values, device="cuda")
+    g = torch.nn.functional.logsigmoid(torch.randn(batch, rows, value_heads, device="cuda")) * 0.05
+    beta = torch.rand(batch, rows, value_heads, device="cuda")
+    sequences = batch if offsets is None else len(offsets) - 1
+    state, d_final = (torch.randn(sequences, value_heads, keys, values, device="cuda") for _ in range(2))
+    cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    live = rows if offsets is None else offsets[-1]
+    q, k, v, d_o = (x.half() for x in (q, k, v, torch.randn_like(v)))
+
+    def gradients(backend: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wanted = [x.detach().clone().requires_grad_() for x in (*tensors, *((state,) if ends else ()))]
+        options = {"initial_state": wanted[5] if ends else None, "output_final_state": ends, "cu_seqlens": cu_seqlens}
+        o, final = chunkwise.chunk_gated_delta_rule(*wanted[:5], backend=backend, **options)
+        given = torch.nan_to_num(d_o).to(o.dtype) if backend == "torch" else d_o
+        outputs = ([o, final], [given, d_final]) if ends else ([o], [given])
+        return torch.autograd.grad(outputs[0], wanted, outputs[1])
+
+    want = gradients("torch", *(x.float() for x in (q, k, v)), g, beta)
+    for x in (q, k, v, g, beta, d_o):
+        x[:, live:] = torch.nan
+    monkeypatch.setattr(schedules_backward, "layout", lambda *facts: (1, segment))
+    got = gradients("tilelang", q, k, v, g, beta)
+    for ours, expected in zip(got[:5], want[:5], strict=True):
+        assert not bool(ours[:, live:].any())
+        assert (ours.float() - expected)[:, :live].norm() <= 6e-3 * expected[:, :live].norm()
+    for ours, expected in zip(got[5:], want[5:], strict=True):
+        assert (ours - expected).norm() <= 6e-3 * expected.norm()

@@ -1,10 +1,12 @@
-"""The gradients of a chunk on Hopper, once its states and their gradients are known: all products, dq to dbeta.
+"""The gradients of a chunk on Hopper, once its states and their gradients are known: dq, dk, dg and dbeta.
 
 With the names of :mod:`.kernels_passes_sm90`, for one value head of a key head (rows t, s of the chunk, ``s <= t``):
 
     dP = scale exp(G_t - G_s) do x^T         B = -beta_t exp(G_t - G_s) dr x^T  (s < t)
     dq += exp(G) scale do S^T + dP k         dk += exp(G_C - G) x dS'^T - exp(G) beta dr S^T + dP^T q + (B + B^T) k
-    dv = beta dr                             dbeta = dr . (v - exp(G) k S) - sum_s exp(G_t - G_s) (dr x^T) (k k^T)
+
+x_t is beta_t times the error of row t, so that ``dbeta_t = dr_t . x_t / beta_t``; where beta is too small for that, it
+is ``dr . (v - exp(G) k S) - sum_s exp(G_t - G_s) (dr x^T) (k k^T)``, which needs v.
 
 and for the gates, with ``F = dP * (q k^T) + B * (k k^T)`` and what comes through the states row by row:
 
@@ -28,6 +30,7 @@ from chunkwise_tilelang.tiles.sequences import chunk_rows
 from chunkwise_tilelang.tiles.transposed import place
 
 _LOG2E = 1.4426950408889634
+_SMALL_STEP = 2.0**-10  # where x, a multiple of beta, may keep no digits in fp16
 _ROWS = T.GemmWarpPolicy.FullRow
 _CONFIGS = {
     "tl.enable_fast_math": True,
@@ -40,7 +43,7 @@ def gradients(
     *, heads: int, value_heads: int, key_width: int, value_width: int, registers: tuple[int, int],
     dtype: str, grad_dtype: str, g_dtype: str, beta_dtype: str, ragged: bool,
 ) -> Any:  # fmt: skip
-    """dq, dk ``[B, T, H, K]``, dv, dg and dbeta; rows of padding are left as they are.
+    """dq, dk ``[B, T, H, K]``, dg and dbeta; rows of padding are left as they are.
 
     Args:
         heads, value_heads, key_width, value_width: H, HV, K, V.
@@ -66,7 +69,7 @@ def gradients(
     @T.macro
     def products(half, units, origin, stride, where, tensors, scale, tiles, rings):
         cu_seqlens, sequences, steps = where
-        v, dq_out, dk_out, dv_out, dg_out, dbeta_out = tensors
+        v, dq_out, dk_out, dg_out, dbeta_out = tensors
         q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s = tiles
         ready_qk, empty_qk, ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, both = rings
         dq = T.alloc_fragment((C, KH), "float32")
@@ -94,6 +97,7 @@ def gradients(
         through = T.alloc_var("float32")
         dg_sum = T.alloc_var("float32")
         dbeta_sum = T.alloc_var("float32")
+        own_step_size = T.alloc_var("float32")
         at = T.alloc_var("int32")
         dg_sum = 0.0
         dbeta_sum = 0.0
@@ -158,17 +162,16 @@ def gradients(
                 # Computed for each value head: registers are what this kernel runs out of.
                 T.wgmma_gemm(left[0, :, :], k_s[0, :, :], scores, transpose_B=True, clear_accum=True, policy=_ROWS)
                 T.wgmma_gemm(left[1, :, :], k_s[1, :, :], scores, transpose_B=True, policy=_ROWS)
-                for t, c in T.Parallel(C, VH):
-                    near = T.min(T.max(first + T.min(t, rows - 1), 0), TT - 1)
-                    values[t, c] = T.cast(dr_s[p, t, half * VH + c], "float32") * T.cast(
-                        v[batch, near, hv, block * VB + half * VH + c], "float32"
-                    )
-                T.reduce_sum(values, by_value, dim=1)
-                for t, c in T.Parallel(C, VH):
-                    if t < rows:
-                        dv_out[batch, first + t, hv, block * VB + half * VH + c] = vec_s[p, 3, t] * T.cast(
-                            dr_s[p, t, half * VH + c], "float32"
+                own_step_size = vec_s[p, 3, lane % C]
+                if vec_s[p, 4, 0] > 0.0:
+                    for t, c in T.Parallel(C, VH):
+                        near = T.min(T.max(first + T.min(t, rows - 1), 0), TT - 1)
+                        values[t, c] = T.cast(dr_s[p, t, half * VH + c], "float32") * T.cast(
+                            v[batch, near, hv, block * VB + half * VH + c], "float32"
                         )
+                    T.reduce_sum(values, by_value, dim=1)
+                    for t in T.Parallel(C):
+                        db_s[p, half * 2, t] = by_value[t]
                 T.wait_wgmma(0)
                 if half == 0:
                     for t, r in T.Parallel(C, C):
@@ -180,6 +183,9 @@ def gradients(
                         f[t, r] *= scores[t, r]
                     T.clear(by_pairs)
                 else:
+                    for t, r in T.Parallel(C, C):
+                        if t == r:
+                            db_s[p, 4, t] = f[t, r]
                     for t, r in T.Parallel(C, C):
                         f[t, r] *= T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
                     for t, r in T.Parallel(C, C):
@@ -214,8 +220,6 @@ def gradients(
                     for n in T.unroll(16):
                         dg_s[p, half * 4 + lane // 32, n // 2 * 8 + lane % 4 * 2 + n % 2] = sums[n]
                 for t in T.Parallel(C):
-                    db_s[p, half * 2, t] = by_value[t]
-                for t in T.Parallel(C):
                     db_s[p, half * 2 + 1, t] = by_error[t] + by_pairs[t]
                 T.barrier_arrive(empty_rows[p])
                 T.barrier_arrive(both[0])
@@ -229,7 +233,12 @@ def gradients(
                             dg_out[batch, first + lane, hv] = dg_sum
                     else:
                         dbeta_sum = T.Select(block == 0, 0.0, dbeta_sum)
-                        dbeta_sum += (db_s[p, 0, lane] - db_s[p, 1, lane]) + (db_s[p, 2, lane] - db_s[p, 3, lane])
+                        by_error_and_pairs = db_s[p, 1, lane] + db_s[p, 3, lane]
+                        dbeta_sum += T.Select(
+                            T.abs(own_step_size) < _SMALL_STEP,
+                            (db_s[p, 0, lane] + db_s[p, 2, lane]) - by_error_and_pairs,
+                            db_s[p, 4, lane] / own_step_size,
+                        )
                         if block == NB - 1 and lane < rows:
                             dbeta_out[batch, first + lane, hv] = dbeta_sum
             T.copy(d_scores, pairs_s[half, :, :])
@@ -303,6 +312,7 @@ def gradients(
         raw_qk, ready_qk, raw_rows, ready_rows = rings
         total = T.alloc_var("float32")
         last = T.alloc_var("float32")
+        small = T.alloc_var("float32")
         lane = T.get_thread_binding() % 32
         for i in T.serial(units):
             _, h, batch, first, rows = find(origin + i * stride, cu_seqlens, sequences, steps)
@@ -313,6 +323,7 @@ def gradients(
                 p = item % 2
                 T.barrier_wait(raw_rows[p], item // 2 % 2)
                 last = g_cumsum[batch, end, hv] * _LOG2E
+                small = 0.0
                 for part in T.unroll(2):
                     t = part * 32 + lane
                     near = T.max(T.min(first + t, end), 0)
@@ -320,24 +331,28 @@ def gradients(
                     vec_s[p, 0, t] = total
                     vec_s[p, 1, t] = T.exp2(total)
                     vec_s[p, 2, t] = T.Select(t < rows, T.exp2(last - total), 0.0)
-                    vec_s[p, 3, t] = T.Select(t < rows, T.cast(beta[batch, near, hv], "float32"), 0.0)
+                    step_size = T.cast(beta[batch, near, hv], "float32")
+                    vec_s[p, 3, t] = T.Select(t < rows, step_size, 0.0)
+                    small = T.Select(T.abs(step_size) < _SMALL_STEP, 1.0, small)
+                for e in T.unroll(5):
+                    small = T.max(small, T.shfl_xor(small, 1 << e))
+                vec_s[p, 4, lane] = small
                 if ragged:
                     if rows < C:  # other sequences' rows, or padding that may hold anything
-                        for t, c in T.Parallel(C, VB):
-                            if t >= rows:
-                                do_s[p, t, c] = 0
+                        for m in T.unroll((C - rows) * VB // 32, unroll_factor=1):
+                            at = m * 32 + lane
+                            do_s[p, rows + at // VB, at % VB] = 0
                         T.fence_proxy_async()
                 T.barrier_arrive(ready_rows[p])
                 if j == 0:
                     T.barrier_wait(raw_qk[0], i % 2)
                     if ragged:
                         if rows < C:
-                            for half, t, c in T.Parallel(2, C, KH):
-                                if t >= rows:
-                                    q_s[half, t, c] = 0
-                            for half, t, c in T.Parallel(2, C, KH):
-                                if t >= rows:
-                                    k_s[half, t, c] = 0
+                            for m in T.unroll((C - rows) * KH // 32, unroll_factor=1):
+                                at = m * 32 + lane
+                                for half in T.unroll(2):
+                                    q_s[half, rows + at // KH, at % KH] = 0
+                                    k_s[half, rows + at // KH, at % KH] = 0
                             T.fence_proxy_async()
                     T.barrier_arrive(ready_qk[0])
 
@@ -356,7 +371,6 @@ def gradients(
         dr: T.Tensor((slots, HV, C, V), dtype),
         dq: T.Tensor((B, TT, H, K), grad_dtype),
         dk: T.Tensor((B, TT, H, K), grad_dtype),
-        dv: T.Tensor((B, TT, HV, V), dtype),
         dg: T.Tensor((B, TT, HV), g_dtype),
         dbeta: T.Tensor((B, TT, HV), beta_dtype),
         scale: T.float32,
@@ -374,9 +388,9 @@ def gradients(
             do_s = T.alloc_shared((2, C, VB), dtype)
             pairs_s = T.alloc_shared((2, C, C), dtype)
             ones_s = T.alloc_shared((C, C), "bfloat16")
-            vec_s = T.alloc_shared((2, 4, C), "float32")
+            vec_s = T.alloc_shared((2, 5, C), "float32")
             dg_s = T.alloc_shared((2, 8, C), "float32")
-            db_s = T.alloc_shared((2, 4, C), "float32")
+            db_s = T.alloc_shared((2, 5, C), "float32")
 
             raw_qk = T.alloc_barrier(arrive_count=[32])
             ready_qk = T.alloc_barrier(arrive_count=[32])
@@ -396,7 +410,7 @@ def gradients(
                 ones_s[s, j] = T.Select(s < j, T.cast(1, "bfloat16"), T.cast(0, "bfloat16"))
             T.fence_proxy_async()
             T.sync_threads()
-            tensors = (v, dq, dk, dv, dg, dbeta)
+            tensors = (v, dq, dk, dg, dbeta)
             tiles = (q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s)
             rings = (ready_qk, empty_qk, ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, both)
             tx = T.get_thread_binding()

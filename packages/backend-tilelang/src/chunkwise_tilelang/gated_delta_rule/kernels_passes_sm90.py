@@ -4,26 +4,26 @@ With the names of :mod:`.kernels_sm90` (``M' = M diag(beta)``, G the gate sums, 
 masked ``exp(G_t - G_s) q_t . k_s``), a leading d for gradients, C the last row of the chunk:
 
     replay      x = M' (v - exp(G) k S)                 S' = exp(G_C) S + sum_t exp(G_C - G_t) k_t x_t^T
-    reverse     dx = scale P^T do + exp(G_C - G) k dS'  dr = M^T dx
+    reverse     dx = scale P^T do + exp(G_C - G) k dS'  dr = M^T dx      dv = beta dr
                 dS = exp(G_C) dS' + sum_t exp(G_t) (scale q_t do_t^T - beta_t k_t dr_t^T)
-    gradients   dv = beta dr, and dq, dk, dg, dbeta from x, dr, do, S and dS' of one chunk (:func:`gradients`)
+    gradients   dq, dk, dg, dbeta from x, dr, do, S and dS' of one chunk (:func:`gradients`)
 
 The passes keep everything transposed, V on the rows, as the forward does and for its reasons. They leave S, dS'
 ``[slots, HV, V, K]`` and x, dr ``[slots, HV, C, V]`` in the activations' dtype, the rows behind a sequence's end zero.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 from tilelang.layout import make_swizzled_layout
 
-from chunkwise_tilelang.tiles.sequences import sequence_rows
+from chunkwise_tilelang.tiles.sequences import segment_rows, sequence_rows
 from chunkwise_tilelang.tiles.transposed import load_transposed, place, store_transposed
 
 _LOG2E = 1.4426950408889634
 _ROWS = T.GemmWarpPolicy.FullRow
 _STEPS = 4  # of 16 tokens
-_CONFIGS = {
+CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # barriers stand where they are needed
     "tl.disable_safe_memory_legalize": True,  # every access is inside by its own condition
@@ -39,28 +39,43 @@ def _put(x, tile, turn, group, full, empty):
     T.barrier_arrive(full[group])
 
 
-def passes(
-    *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int,
-    registers: tuple[int, int, int], dtype: str, beta_dtype: str, ragged: bool,
-) -> Any:  # fmt: skip
-    """S, dS', x and dr of every chunk, and the gradient of the initial state. Half of the blocks go backwards.
+@T.macro
+def _leave(place_of, V, K, s, outs):
+    """An exit state: 64 columns of B, or of A in two bf16 parts."""
+    segment, hv, first = place_of
+    a, b = outs
+    if first < V:
+        for v, c in T.Parallel(64, K):
+            b[segment, hv, c, first + v] = s[v, c]
+    else:
+        for v, c in T.Parallel(64, K):
+            a[segment, hv, 0, c, first - V + v] = s[v, c]
+        for v, c in T.Parallel(64, K):
+            a[segment, hv, 1, c, first - V + v] = s[v, c] - T.cast(T.cast(s[v, c], "bfloat16"), "float32")
 
-    Args:
-        heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
-        groups: warpgroups of 64 columns of V in a block.
-        stages: chunks that are loaded ahead, two at least.
-        registers: of a thread that has states, that makes a chunk ready, and that loads or stores.
-        dtype, beta_dtype: of the activations and of beta.
-        ragged: whether the sequences are found by offsets.
+
+class Walks(NamedTuple):
+    """What the roles of a block do on their way over its chunks, for each direction; and what loads for both."""
+
+    replay: Any
+    ready_for_replay: Any
+    reverse: Any
+    ready_for_reverse: Any
+    load: Any
+
+
+def walks(
+    *, key_width: int, value_width: int, groups: int, stages: int, dtype: str, beta_dtype: str, kept: bool
+) -> Walks:
+    """The macros of both directions; with :func:`passes`' arguments.
+
+    Where nothing of a chunk is ``kept`` the walk is one of a summary: replay starts with zero, or with columns of the
+    identity behind the columns of V, and leaves B or A; reverse leaves what it ends with.
     """
-    H, HV, K, V, C, S, G = heads, value_heads, key_width, value_width, 64, stages, groups
-    blocks = V // (64 * G)
-    consumers = 128 * G
-    with_states, with_pairs, with_copies = registers
-    B, TT, N0, N1, N2, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2", "offsets", "slots"))
+    K, V, C, S, G = key_width, value_width, 64, stages, groups
 
     @T.macro
-    def replay(group, place_of, turns, initial, has_initial, k_s, v_s, m_s, d_s, s_out, x_out, rings):
+    def replay(group, place_of, turns, initial, has_initial, k_s, v_s, m_s, d_s, outs, rings):
         n, hv, first = place_of
         ready, empty, s_full, s_empty, x_full, x_empty = rings
         s = T.alloc_fragment((64, K), "float32")
@@ -75,7 +90,10 @@ def passes(
         v_registers = T.alloc_local((32,), dtype)
         x_registers = T.alloc_local((32,), dtype)
         at = T.alloc_var("int32")
-        if has_initial != 0:
+        if not kept:
+            for v, c in T.Parallel(64, K):
+                s[v, c] = T.Select(c == first - V + v, 1.0, 0.0)
+        elif has_initial != 0:
             for v, c in T.Parallel(64, K):
                 s[v, c] = initial[n, hv, c, first + v]
         else:
@@ -84,7 +102,8 @@ def passes(
         # A sequence without rows multiplies what lies in shared memory, and uses none of it.
         if turns > 0:
             T.barrier_wait(ready[0], 0)
-            _put(s_operand, s_out, 0, group, s_full, s_empty)
+            if kept:
+                _put(s_operand, outs[0], 0, group, s_full, s_empty)
         T.wgmma_gemm(s_operand, k_s[0, :, :], taken, transpose_B=True, clear_accum=True, policy=_ROWS)
         for step in T.unroll(_STEPS):
             load_transposed(v_s, (0, group), v_registers, step)
@@ -107,15 +126,17 @@ def passes(
             T.wait_wgmma(0)
             for v, t in T.Parallel(64, C):
                 x_decayed[v, t] = x[v, t] * to_end[t]
-            for v, t in T.Parallel(64, C):
-                at = place(v, t)
-                x_registers[at] = x[v, t]
+            if kept:
+                for v, t in T.Parallel(64, C):
+                    at = place(v, t)
+                    x_registers[at] = x[v, t]
             T.wgmma_gemm(x_decayed, k_s[stage, :, :], s, policy=_ROWS)
-            T.barrier_wait(x_empty[group], (i + 1) % 2)
-            for step in T.unroll(_STEPS):
-                store_transposed(x_registers, x_out, step)
-            T.fence_proxy_async()
-            T.barrier_arrive(x_full[group])
+            if kept:
+                T.barrier_wait(x_empty[group], (i + 1) % 2)
+                for step in T.unroll(_STEPS):
+                    store_transposed(x_registers, outs[1], step)
+                T.fence_proxy_async()
+                T.barrier_arrive(x_full[group])
             T.wait_wgmma(0)
             T.barrier_arrive(empty[stage])
             T.copy(s, s_operand)
@@ -130,9 +151,13 @@ def passes(
                 from_start[t] = d_s[following, 0, t]
             for t in T.Parallel(C):
                 step_size[t] = d_s[following, 2, t]
-            if i + 1 < turns:
-                _put(s_operand, s_out, i + 1, group, s_full, s_empty)
+            if kept:
+                if i + 1 < turns:
+                    _put(s_operand, outs[0], i + 1, group, s_full, s_empty)
             T.wait_wgmma(0)
+        if not kept:
+            if turns > 0:
+                _leave((n, hv, first), V, K, s, outs)
 
     @T.macro
     def ready_for_replay(place_of, turns, g_cumsum, beta, k_s, v_s, m_s, d_s, rings):
@@ -168,10 +193,9 @@ def passes(
 
     @T.macro
     def reverse(group, place_of, turns, ends, flags, k_s, q_s, do_s, m_s, p_s, d_s, outs, rings):
-        n, hv, first = place_of
+        n, leaving, hv, first = place_of
         d_final, d_initial = ends
         has_final, has_initial = flags
-        s_out, r_out = outs
         ready, empty, free, s_full, s_empty, r_full, r_empty = rings
         ds = T.alloc_fragment((64, K), "float32")
         ds_operand = T.alloc_fragment((64, K), dtype)
@@ -187,6 +211,7 @@ def passes(
         by_key = T.alloc_fragment((C,), "float32")
         do_registers = T.alloc_local((32,), dtype)
         dr_registers = T.alloc_local((32,), dtype)
+        dv_registers = T.alloc_local((32,), dtype)
         at = T.alloc_var("int32")
         if has_final != 0:
             for v, c in T.Parallel(64, K):
@@ -197,7 +222,8 @@ def passes(
         # A sequence without rows multiplies what lies in shared memory, and uses none of it.
         if turns > 0:
             T.barrier_wait(ready[0], 0)
-            _put(ds_operand, s_out, 0, group, s_full, s_empty)
+            if kept:
+                _put(ds_operand, outs[0], 0, group, s_full, s_empty)
         T.wgmma_gemm(ds_operand, k_s[0, :, :], by_state, transpose_B=True, clear_accum=True, policy=_ROWS)
         for step in T.unroll(_STEPS):
             load_transposed(do_s, (0, group), do_registers, step)
@@ -227,15 +253,20 @@ def passes(
             T.wait_wgmma(1)
             for v, t in T.Parallel(64, C):
                 dr_operand[v, t] = dr[v, t] * by_key[t]
-            for v, t in T.Parallel(64, C):
-                at = place(v, t)
-                dr_registers[at] = dr[v, t]
+            if kept:
+                for v, t in T.Parallel(64, C):
+                    at = place(v, t)
+                    dr_registers[at] = dr[v, t]
+                    dv_registers[at] = dr[v, t] * d_s[stage, 5, t]
             T.wgmma_gemm(dr_operand, k_s[stage, :, :], ds, policy=_ROWS)
-            T.barrier_wait(r_empty[group], (i + 1) % 2)
-            for step in T.unroll(_STEPS):
-                store_transposed(dr_registers, r_out, step)
-            T.fence_proxy_async()
-            T.barrier_arrive(r_full[group])
+            if kept:
+                T.barrier_wait(r_empty[group], (i + 1) % 2)
+                for step in T.unroll(_STEPS):
+                    store_transposed(dr_registers, outs[1], step)
+                for step in T.unroll(_STEPS):
+                    store_transposed(dv_registers, outs[2], step)
+                T.fence_proxy_async()
+                T.barrier_arrive(r_full[group])
             T.wait_wgmma(0)
             T.barrier_arrive(empty[stage])
             T.barrier_arrive(free[pair])
@@ -253,12 +284,13 @@ def passes(
             T.wgmma_gemm(do_operand, p_s[1 - pair, :, :], dx, clear_accum=True, policy=_ROWS)
             for t in T.Parallel(C):
                 to_end[t] = d_s[following, 1, t]
-            if i + 1 < turns:
-                _put(ds_operand, s_out, i + 1, group, s_full, s_empty)
+            if kept:
+                if i + 1 < turns:
+                    _put(ds_operand, outs[0], i + 1, group, s_full, s_empty)
             T.wait_wgmma(0)
         if has_initial != 0:
             for v, c in T.Parallel(64, K):
-                d_initial[n, hv, c, first + v] = ds[v, c]
+                d_initial[leaving, hv, c, first + v] = ds[v, c]
 
     @T.macro
     def ready_for_reverse(place_of, turns, scale, g_cumsum, beta, k_s, q_s, do_s, m_s, p_s, d_s, rings):
@@ -285,6 +317,7 @@ def passes(
                 d_s[stage, 2, lane] = T.Select(lane < rows, -decay * T.cast(beta[batch, near, hv], "float32"), 0.0)
                 d_s[stage, 3, lane] = total
                 d_s[stage, 4, lane] = decay
+                d_s[stage, 5, lane] = T.cast(beta[batch, near, hv], "float32")
             T.barrier_arrive(known[0])
             T.barrier_wait(known[0], i % 2)
             T.barrier_wait(free[pair], (i // 2 + 1) % 2)
@@ -332,17 +365,69 @@ def passes(
             T.tma_copy(m[batch, left : left + C, hv, 0:C], m_s[stage, :, :], barrier=raw[stage])
             T.barrier_arrive(raw[stage])
 
+    return Walks(replay, ready_for_replay, reverse, ready_for_reverse, load)
+
+
+def passes(
+    *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int,
+    registers: tuple[int, int, int], dtype: str, beta_dtype: str, ragged: bool, segmented: bool,
+) -> Any:  # fmt: skip
+    """S, dS', x and dr of every chunk, dv, and the gradient of the initial state. Half of the blocks go backwards.
+
+    A block has a whole sequence, or a segment of one, whose entry state and whose exit state's gradient then stand in
+    ``initial`` and ``d_final``.
+
+    Args:
+        heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
+        groups: warpgroups of 64 columns of V in a block.
+        stages: chunks that are loaded ahead, two at least.
+        registers: of a thread that has states, that makes a chunk ready, and that loads or stores.
+        dtype, beta_dtype: of the activations and of beta.
+        ragged: whether the sequences are found by offsets.
+        segmented: whether blocks have segments.
+    """
+    H, HV, K, V, C, S, G = heads, value_heads, key_width, value_width, 64, stages, groups
+    blocks = V // (64 * G)
+    consumers = 128 * G
+    with_states, with_pairs, with_copies = registers
+    replay, ready_for_replay, reverse, ready_for_reverse, load = walks(
+        key_width=K, value_width=V, groups=G, stages=S, dtype=dtype, beta_dtype=beta_dtype, kept=True
+    )
+    B, TT, N0, N1, N2, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2", "offsets", "slots"))
+
     @T.macro
-    def store(group, tiles, turns, backwards, place_of, slot, states, rows, rings):
+    def store(group, tiles, turns, place_of, slot, states, x, rings):
         hv, first = place_of
-        s_tile, row_tile = tiles
+        s_tile, x_tile = tiles
+        s_full, s_empty, x_full, x_empty = rings
+        for i in T.unroll(turns, unroll_factor=1):
+            T.barrier_wait(s_full[group], i % 2)
+            T.tma_copy(s_tile, states[slot + i, hv, first : first + 64, :])
+            T.barrier_wait(x_full[group], i % 2)
+            T.tma_copy(x_tile, x[slot + i, hv, :, first : first + 64])
+            T.tma_store_wait()
+            T.barrier_arrive(s_empty[group])
+            T.barrier_arrive(x_empty[group])
+
+    @T.macro
+    def store_reversed(group, tiles, turns, place_of, slot, where, d_states, dr, dv, rings):
+        hv, first = place_of
+        batch, start, length = where
+        s_tile, r_tile, dv_tile = tiles
         s_full, s_empty, r_full, r_empty = rings
         for i in T.unroll(turns, unroll_factor=1):
-            at = slot + (turns - 1 - i if backwards else i)
+            chunk = turns - 1 - i
+            left = start + chunk * C
             T.barrier_wait(s_full[group], i % 2)
-            T.tma_copy(s_tile, states[at, hv, first : first + 64, :])
+            T.tma_copy(s_tile, d_states[slot + chunk, hv, first : first + 64, :])
             T.barrier_wait(r_full[group], i % 2)
-            T.tma_copy(row_tile, rows[at, hv, :, first : first + 64])
+            T.tma_copy(r_tile, dr[slot + chunk, hv, :, first : first + 64])
+            if left + C <= start + length:
+                T.tma_copy(dv_tile, dv[batch, left : left + C, hv, first : first + 64])
+            else:
+                for t, v in T.Parallel(C, 64):
+                    if left + t < start + length:
+                        dv[batch, left + t, hv, first + v] = dv_tile[t, v]
             T.tma_store_wait()
             T.barrier_arrive(s_empty[group])
             T.barrier_arrive(r_empty[group])
@@ -364,13 +449,16 @@ def passes(
         d_states: T.Tensor((slots, HV, V, K), dtype),
         x: T.Tensor((slots, HV, C, V), dtype),
         dr: T.Tensor((slots, HV, C, V), dtype),
+        dv: T.Tensor((B, TT, HV, V), dtype),
         N: T.int32,
+        steps: T.int32,
+        chunks: T.int32,
         scale: T.float32,
         has_initial: T.int32,
         has_final: T.int32,
         has_d_initial: T.int32,
     ):
-        T.annotate_pass_configs(_CONFIGS)
+        T.annotate_pass_configs(CONFIGS)
         # The blocks that go backwards take longer: they come first.
         with T.Kernel(N * HV * blocks, 2, threads=consumers + 256) as (block, direction):
             backwards = direction == 0
@@ -383,12 +471,15 @@ def passes(
             rows_s = T.alloc_shared((S, G, C, 64), dtype)  # v or do
             m_s = T.alloc_shared((S, C, C), dtype)
             p_s = T.alloc_shared((2, C, C), dtype)
-            d_s = T.alloc_shared((S, 5, C), "float32")
+            d_s = T.alloc_shared((S, 6, C), "float32")
             s_0 = T.alloc_shared((64, K), dtype)
             s_1 = T.alloc_shared((64, K), dtype)
             r_0 = T.alloc_shared((C, 64), dtype)
             r_1 = T.alloc_shared((C, 64), dtype)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (rows_s, s_0, s_1, r_0, r_1)})
+            dv_0 = T.alloc_shared((C, 64), dtype)
+            dv_1 = T.alloc_shared((C, 64), dtype)
+            swizzled = (rows_s, s_0, s_1, r_0, r_1, dv_0, dv_1)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
 
             raw = T.alloc_barrier(arrive_count=[32] * S)
             empty = T.alloc_barrier(arrive_count=[consumers] * S)
@@ -400,10 +491,27 @@ def passes(
             r_full = T.alloc_barrier(arrive_count=[128] * G)
             r_empty = T.alloc_barrier(arrive_count=[32] * G)
 
-            batch, start, length, slot = sequence_rows(n, cu_seqlens, TT, C, ragged)
+            batch, start, length, slot, leaving, leaves = (T.alloc_var("int32") for _ in range(6))
+            if segmented:
+                of, begin, count, chunk, _ = segment_rows(n, cu_seqlens, offsets - 1, steps, TT, C, chunks, ragged)
+                _, opening, _, _ = sequence_rows(of, cu_seqlens, TT, C, ragged)
+                batch = 0 if ragged else of
+                start = begin
+                length = count
+                slot = chunk
+                leaving = of
+                leaves = T.Select(begin == opening, has_d_initial, 0)
+            else:
+                row, begin, count, chunk = sequence_rows(n, cu_seqlens, TT, C, ragged)
+                batch = row
+                start = begin
+                length = count
+                slot = chunk
+                leaving = n
+                leaves = has_d_initial
             turns = T.ceildiv(length, C)
             ends = (d_final, d_initial)
-            flags = (has_final, has_d_initial)
+            flags = (has_final, leaves)
             stores = (s_full, s_empty, r_full, r_empty)
             for_replay = (ready, empty, *stores)
             for_reverse = (ready, empty, free, *stores)
@@ -413,21 +521,23 @@ def passes(
                 T.set_max_nreg(with_states, 1)
                 if backwards:
                     reverse(
-                        0, (n, hv, first), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s, (s_0, r_0),
-                        for_reverse,
+                        0, (n, leaving, hv, first), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s,
+                        (s_0, r_0, dv_0), for_reverse,
                     )  # fmt: skip
                 else:
-                    replay(0, (n, hv, first), turns, initial, has_initial, k_s, rows_s, m_s, d_s, s_0, r_0, for_replay)
+                    replay(
+                        0, (n, hv, first), turns, initial, has_initial, k_s, rows_s, m_s, d_s, (s_0, r_0), for_replay
+                    )
             elif tx < consumers:
                 T.set_max_nreg(with_states, 1)
                 if backwards:
                     reverse(
-                        G - 1, (n, hv, first + 64), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s,
-                        (s_1, r_1), for_reverse,
+                        G - 1, (n, leaving, hv, first + 64), turns, ends, flags, k_s, q_s, rows_s, m_s, p_s, d_s,
+                        (s_1, r_1, dv_1), for_reverse,
                     )  # fmt: skip
                 else:
                     replay(
-                        G - 1, (n, hv, first + 64), turns, initial, has_initial, k_s, rows_s, m_s, d_s, s_1, r_1,
+                        G - 1, (n, hv, first + 64), turns, initial, has_initial, k_s, rows_s, m_s, d_s, (s_1, r_1),
                         for_replay,
                     )  # fmt: skip
             elif tx < consumers + 128:
@@ -451,14 +561,20 @@ def passes(
                         load(turns, place_of, k, inverse, k_s, m_s, raw, empty, False, q, q_s, v, rows_s)
                 elif tx < consumers + 192:
                     if backwards:
-                        store(0, (s_0, r_0), turns, True, (hv, first), slot, d_states, dr, stores)
+                        store_reversed(
+                            0, (s_0, r_0, dv_0), turns, (hv, first), slot, (batch, start, length), d_states, dr, dv,
+                            stores,
+                        )  # fmt: skip
                     else:
-                        store(0, (s_0, r_0), turns, False, (hv, first), slot, states, x, stores)
+                        store(0, (s_0, r_0), turns, (hv, first), slot, states, x, stores)
                 elif G == 2:
                     if tx < consumers + 224:
                         if backwards:
-                            store(G - 1, (s_1, r_1), turns, True, (hv, first + 64), slot, d_states, dr, stores)
+                            store_reversed(
+                                G - 1, (s_1, r_1, dv_1), turns, (hv, first + 64), slot, (batch, start, length),
+                                d_states, dr, dv, stores,
+                            )  # fmt: skip
                         else:
-                            store(G - 1, (s_1, r_1), turns, False, (hv, first + 64), slot, states, x, stores)
+                            store(G - 1, (s_1, r_1), turns, (hv, first + 64), slot, states, x, stores)
 
     return gated_delta_rule_passes

@@ -148,21 +148,23 @@ def summarise(
     return gated_delta_rule_summarise
 
 
-def compose(*, value_heads: int, key_width: int, value_width: int, ragged: bool) -> Any:
+def compose(*, value_heads: int, key_width: int, value_width: int, directions: int, ragged: bool) -> Any:
     """The entry states of all segments, from their summaries; a block has 64 columns of V of one head of a sequence.
 
-    States are kept transposed, as in the fused forward, and multiplied in two bf16 parts; low times low is left out.
+    Backwards it is the gradients of their exit states, ``dS -> A^T dS + C``. States are kept transposed, as in the
+    fused forward, and multiplied in two bf16 parts; low times low is left out.
 
     Args:
         value_heads, key_width, value_width: HV, K and V.
+        directions: 1, or 2 for both; the second one has its own b and entries.
         ragged: whether the sequences are found by offsets.
     """
-    HV, K, V, C, S = value_heads, key_width, value_width, 64, 2
+    HV, K, V, C, S, D = value_heads, key_width, value_width, 64, 2, directions
     blocks = V // 64
-    N0, offsets, segments = (T.dynamic(name) for name in ("N0", "offsets", "segments"))
+    N0, N1, offsets, segments = (T.dynamic(name) for name in ("N0", "N1", "offsets", "segments"))
 
     @T.macro
-    def carry(place_of, count, has_initial, initial, b, entries, a_s, full, empty):
+    def carry(place_of, count, has_initial, initial, b, entries, a_s, full, empty, backwards):
         n, slot, hv, first = place_of
         s = T.alloc_fragment((64, K), "float32")
         high = T.alloc_fragment((64, K), "bfloat16")
@@ -175,38 +177,41 @@ def compose(*, value_heads: int, key_width: int, value_width: int, ragged: bool)
         else:
             T.clear(s)
         for i in T.serial(count - 1):
+            here = slot + (count - 1 - i if backwards else i)
             for v, c in T.Parallel(64, K):
-                entries[slot + i, hv, c, first + v] = s[v, c]
+                entries[int(backwards), here, hv, c, first + v] = s[v, c]
             T.copy(s, high)
             for v, c in T.Parallel(64, K):
                 low[v, c] = s[v, c] - T.cast(high[v, c], "float32")
             for v, c in T.Parallel(64, K):  # arrives behind the products
-                added[v, c] = b[slot + i, hv, c, first + v]
+                added[v, c] = b[int(backwards), here, hv, c, first + v]
             T.barrier_wait(full[i % S], i // S % 2)
-            T.wgmma_gemm(high, a_s[i % S, 0, :, :], mapped, transpose_B=True, clear_accum=True, policy=_ROWS)
-            T.wgmma_gemm(high, a_s[i % S, 1, :, :], mapped, transpose_B=True, policy=_ROWS)
-            T.wgmma_gemm(low, a_s[i % S, 0, :, :], mapped, transpose_B=True, policy=_ROWS)
+            T.wgmma_gemm(high, a_s[i % S, 0, :, :], mapped, transpose_B=not backwards, clear_accum=True, policy=_ROWS)
+            T.wgmma_gemm(high, a_s[i % S, 1, :, :], mapped, transpose_B=not backwards, policy=_ROWS)
+            T.wgmma_gemm(low, a_s[i % S, 0, :, :], mapped, transpose_B=not backwards, policy=_ROWS)
             T.wait_wgmma(0)
             for v, c in T.Parallel(64, K):
                 s[v, c] = mapped[v, c] + added[v, c]
             T.barrier_arrive(empty[i % S])
         for v, c in T.Parallel(64, K):
-            entries[slot + count - 1, hv, c, first + v] = s[v, c]
+            entries[int(backwards), slot + (0 if backwards else count - 1), hv, c, first + v] = s[v, c]
 
     @T.prim_func
     def gated_delta_rule_compose(
         a: T.Tensor((segments, HV, 2, K, K), "bfloat16"),
-        b: T.Tensor((segments, HV, K, V), "float32"),
+        b: T.Tensor((D, segments, HV, K, V), "float32"),
         cu_seqlens: T.Tensor((offsets,), "int32"),
         initial: T.Tensor((N0, HV, K, V), "float32"),
-        entries: T.Tensor((segments, HV, K, V), "float32"),
+        d_final: T.Tensor((N1, HV, K, V), "float32"),
+        entries: T.Tensor((D, segments, HV, K, V), "float32"),
         N: T.int32,
         rows: T.int32,
         chunks: T.int32,
         has_initial: T.int32,
+        has_final: T.int32,
     ):
         T.annotate_pass_configs({"tl.enable_fast_math": True, "tl.disable_thread_storage_sync": True})
-        with T.Kernel(N * HV * blocks, threads=160) as block:
+        with T.Kernel(N * HV * blocks, D, threads=160) as (block, direction):
             n = block // blocks // HV
             hv = block // blocks % HV
             first = block % blocks * 64
@@ -214,13 +219,18 @@ def compose(*, value_heads: int, key_width: int, value_width: int, ragged: bool)
             full = T.alloc_barrier(arrive_count=[32] * S)
             empty = T.alloc_barrier(arrive_count=[128] * S)
             slot, count = segments_of(n, cu_seqlens, rows, C, chunks, ragged)
+            place_of = (n, slot, hv, first)
             if T.get_thread_binding() < 128:
-                carry((n, slot, hv, first), count, has_initial, initial, b, entries, a_s, full, empty)
+                if direction == 0:
+                    carry(place_of, count, has_initial, initial, b, entries, a_s, full, empty, False)
+                elif D == 2:
+                    carry(place_of, count, has_final, d_final, b, entries, a_s, full, empty, True)
             else:
                 for i in T.unroll(count - 1, unroll_factor=1):
+                    here = slot + T.Select(direction == 0, i, count - 1 - i)
                     T.barrier_wait(empty[i % S], (i // S + 1) % 2)
                     for part in T.unroll(2):
-                        T.tma_copy(a[slot + i, hv, part, 0:K, 0:K], a_s[i % S, part, :, :], barrier=full[i % S])
+                        T.tma_copy(a[here, hv, part, 0:K, 0:K], a_s[i % S, part, :, :], barrier=full[i % S])
                     T.barrier_arrive(full[i % S])
 
     return gated_delta_rule_compose

@@ -41,7 +41,7 @@ def split_work(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> li
     tiles = {"groups": schedule.summary_groups, "stages": schedule.stages, "registers": SUMMARY_REGISTERS}
     return [
         (summarise, {**sizes, **tiles, "dtype": dtype, "ragged": ragged}),
-        (compose, {**both, "ragged": ragged}),
+        (compose, {**both, "directions": 1, "ragged": ragged}),
     ]
 
 
@@ -72,6 +72,11 @@ def _normalised(x: Tensor) -> Tensor:
     return y
 
 
+def slots_of(batch: int, rows: int, sequences: int, width: int, ragged: bool) -> int:
+    """The slots of chunks or segments of ``width`` rows: ``tiles/sequences.py``."""
+    return rows // width + sequences if ragged else batch * -(-rows // width)
+
+
 def forward(
     schedule: Schedule, inputs: Any, save: str | None
 ) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
@@ -96,7 +101,7 @@ def forward(
         return (o, final), saved
     if inputs.use_qk_l2norm_in_kernel:
         q, k = _normalised(q), _normalised(k)
-    slots = rows // chunk + sequences if ragged else batch * -(-rows // chunk)
+    slots = slots_of(batch, rows, sequences, chunk, ragged)
     solved = v.new_empty(slots, value_heads, chunk, chunk)
     decays = v.new_empty(slots, value_heads, 3, chunk, dtype=torch.float32)
     dtypes = (_DTYPES[v.dtype], _DTYPES[g.dtype], _DTYPES[beta.dtype])
@@ -129,19 +134,19 @@ def _entry_states(
     k, solved, decays, where = tensors
     v, initial, ragged, chunks = inputs.v, inputs.initial_state, inputs.cu_seqlens is not None, schedule.segment
     (batch, rows), (_, value_heads, key_width, value_width) = v.shape[:2], shape
-    sequences, width = (len(where) - 1 if ragged else batch), chunks * schedule.chunk_size
-    segments = rows // width + sequences if ragged else batch * -(-rows // width)
+    sequences = len(where) - 1 if ragged else batch
+    segments = slots_of(batch, rows, sequences, chunks * schedule.chunk_size, ragged)
     maps = v.new_empty(segments, value_heads, 2, key_width, key_width, dtype=torch.bfloat16)
-    added = v.new_empty(segments, value_heads, key_width, value_width, dtype=torch.float32)
+    added = v.new_empty(1, segments, value_heads, key_width, value_width, dtype=torch.float32)
     entries = torch.empty_like(added)
     launch_summarise, launch_compose = _split_launchers(schedule, v.device.index, shape, _DTYPES[v.dtype], ragged)
-    launch_summarise(k, v, solved, decays, where, maps, added, steps, chunks)
+    launch_summarise(k, v, solved, decays, where, maps, added[0], steps, chunks)
     absent = _never_read(v.device, torch.float32, (1, value_heads, key_width, value_width))
     launch_compose(
-        maps, added, where, absent if initial is None else initial, entries,
-        sequences, rows, chunks, int(initial is not None),
+        maps, added, where, absent if initial is None else initial, absent, entries,
+        sequences, rows, chunks, int(initial is not None), 0,
     )  # fmt: skip
-    return entries
+    return entries[0]
 
 
 def forward_work(schedule: Schedule, facts: Facts) -> list[compiling.Work]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_tilelang.gated_delta_rule import schedules
@@ -18,6 +20,13 @@ GRADIENTS_REGISTERS = (232, 40)
 _BARRIERS_BYTES = 1024
 
 
+# Microseconds, measured (NOTES.md). Of a chunk of the passes: alone, and what a full device adds, by the square of its
+# busy part; of a chunk of the summaries, backwards and forwards; of a segment in the composition; of two launches.
+_PASSES_US = (1.65, 0.48)
+_SUMMARIES_US = (1.42, 0.95)
+_COMPOSITION_US = 2.9
+_LAUNCHES_US = 10.0
+
 # The time of a block with two groups over that of one with one: as in the forward, not measured here.
 _TWO_GROUPS_COST = 1.75
 
@@ -31,15 +40,68 @@ def groups(sequences: int, value_heads: int, value_width: int, multiprocessors: 
     return 1 if rounds[1] <= rounds[2] * _TWO_GROUPS_COST else 2
 
 
+def _rounds_us(long: tuple[int, float], short: tuple[int, float], multiprocessors: int) -> float:
+    """When the last of some long and then of some short blocks ends, each taking the first free multiprocessor."""
+    (ahead, ahead_us), (behind, behind_us) = long, short
+    rounds, more = divmod(ahead, multiprocessors)
+    free = ((more, (rounds + 1) * ahead_us), (multiprocessors - more, rounds * ahead_us))
+    turns = range(behind // multiprocessors + int(ahead_us / behind_us) + 3)
+    ends = [when + turn * behind_us for _, when in free for turn in turns]
+    last = max(when for count, when in free if count)
+    done = [end for end in ends if sum(n * max(0, int((end - at) / behind_us + 1e-6)) for n, at in free) >= behind]
+    return max(last if ahead else 0.0, min(done))
+
+
+def _passes_us(chunks: int, segments: int, states: tuple[int, int], multiprocessors: int) -> float:
+    """What the passes take in segments: with the summaries and their composition, where there is more than one.
+
+    ``states`` are the blocks for the columns of all heads' V, and those for the columns of their A.
+    """
+    blocks, maps = states
+    length = -(-chunks // segments)
+    alone, added = _PASSES_US
+    passes = length * (alone + added * (2 * blocks * segments / multiprocessors) ** 2)
+    if segments == 1:
+        return passes
+    backwards, forwards = (length * each for each in _SUMMARIES_US)
+    shorter = blocks * (segments - 1)
+    summaries = _rounds_us((shorter, backwards), (shorter + maps * segments, forwards), multiprocessors)
+    return passes + summaries + segments * _COMPOSITION_US + _LAUNCHES_US
+
+
+@lru_cache(maxsize=4096)
+def layout(sequences: int, rows: int, sizes: tuple[int, int, int], multiprocessors: int) -> tuple[int, int]:
+    """Groups of a block of the passes, and chunks of a segment (0: no split): the fastest by the model.
+
+    ``rows`` are those of all sequences together, taken to be alike; ``sizes`` are HV, K and V. No more segments than
+    fill one round of the multiprocessors: behind that only the composition grows.
+    """
+    value_heads, key_width, value_width = sizes
+    chunks = -(-rows // (max(sequences, 1) * schedules.CHUNK))
+    blocks, maps = (sequences * value_heads * width // schedules.GROUP_WIDTH for width in (value_width, key_width))
+    most = min(multiprocessors // (2 * max(blocks, 1)), chunks // 2)
+    choices = range(1, most + 1)
+    best = min(choices, key=lambda segments: _passes_us(chunks, segments, (blocks, maps), multiprocessors), default=1)
+    if best == 1:
+        return groups(sequences, value_heads, value_width, multiprocessors), 0
+    return 1, -(-chunks // best)
+
+
 def passes_bytes(key_width: int, groups: int) -> int:
     """Shared memory of the passes.
 
-    k, q, v or do, M and five fp32 rows a stage; pairs; a state and a tile of rows on their way to memory.
+    k, q, v or do, M and six fp32 rows a stage; pairs; a state and two tiles of rows on their way to memory.
     """
     chunk, width = schedules.CHUNK, groups * schedules.GROUP_WIDTH
-    a_stage = 2 * chunk * (2 * key_width + width + chunk) + 5 * 4 * chunk
-    pairs, passed = 2 * 2 * chunk * chunk, 2 * width * (key_width + chunk)
+    a_stage = 2 * chunk * (2 * key_width + width + chunk) + 6 * 4 * chunk
+    pairs, passed = 2 * 2 * chunk * chunk, 2 * width * (key_width + 2 * chunk)
     return PASSES_STAGES[groups] * a_stage + pairs + passed + _BARRIERS_BYTES
+
+
+def summaries_bytes(key_width: int) -> int:
+    """Shared memory of the summaries of the passes: what the passes have but for what passes on to memory."""
+    passed = 2 * schedules.GROUP_WIDTH * (key_width + 2 * schedules.CHUNK)
+    return passes_bytes(key_width, 1) - passed
 
 
 def value_block(value_width: int) -> int:
@@ -48,10 +110,10 @@ def value_block(value_width: int) -> int:
 
 
 def gradients_bytes(key_width: int, value_width: int) -> int:
-    """Shared memory of the gradients: q and k; S and dS'; x, dr, do twice; three [C, C]; sixteen fp32 rows, twice."""
+    """Shared memory of the gradients: q and k; S and dS'; x, dr, do twice; three [C, C]; eighteen fp32 rows, twice."""
     chunk, width = schedules.CHUNK, value_block(value_width)
     tiles = 2 * chunk * key_width + 2 * width * key_width + 2 * 3 * chunk * width + 3 * chunk * chunk
-    return 2 * tiles + 2 * 16 * 4 * chunk + _BARRIERS_BYTES
+    return 2 * tiles + 2 * 18 * 4 * chunk + _BARRIERS_BYTES
 
 
 def backward_bytes(key_width: int, value_width: int) -> int:

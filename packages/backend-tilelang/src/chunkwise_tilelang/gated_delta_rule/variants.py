@@ -11,6 +11,7 @@ from chunkwise_tilelang.gated_delta_rule.kernels_gradients_sm90 import gradients
 from chunkwise_tilelang.gated_delta_rule.kernels_passes_sm90 import passes
 from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
 from chunkwise_tilelang.gated_delta_rule.kernels_split_sm90 import compose, summarise
+from chunkwise_tilelang.gated_delta_rule.kernels_summaries_sm90 import summarise_passes
 from chunkwise_tilelang.tiles.l2norm import l2_normalise, l2_normalise_backward
 from chunkwise_tilelang.toolkit.variants import Variant
 
@@ -19,9 +20,9 @@ _HEADS = {"heads": 2, "value_heads": 4}
 # With two groups the thread that computes pairs has 72 registers, and one that copies 24: NOTES.md.
 _SPILL_BYTES = {1: 0, 2: 400}
 
-_PASSES_SPILL_BYTES = {1: 0, 2: 250}
-# Most of it in the warp that clears rows behind a sequence's end: NOTES.md.
-_GRADIENTS_SPILL_BYTES = 5400
+_PASSES_SPILL_BYTES = {1: 32, 2: 500}
+# A score matrix's gradient lies in memory between value heads: NOTES.md.
+_GRADIENTS_SPILL_BYTES = 1600
 
 # Of the solving kernel by the value heads that it takes together, with K = 128; no schedule chooses between them.
 _SOLVE_BYTES = {1: 16_896, 2: 20_480}
@@ -32,7 +33,8 @@ def variants(whole: bool) -> Sequence[Variant]:
     found = [_fused(key_width, groups, ragged, dtype) for key_width, groups, ragged, dtype in _choices(whole)]
     found += [_solve(heads, ragged, dtype) for heads, ragged, dtype in _solve_choices(whole)]
     found += [_summarise(key_width, groups, ragged, dtype) for key_width, groups, ragged, dtype in _summaries(whole)]
-    found += [_compose(key_width, ragged) for key_width, ragged in _compositions(whole)]
+    found += [_compose(*choice) for choice in _compositions(whole)]
+    found += [_summarise_passes(*choice) for choice in _passes_summaries(whole)]
     found += [_passes(*choice) for choice in (_choices(whole) if whole else _choices(whole)[:2])]
     found += [_gradients(*choice) for choice in _gradients_choices(whole)]
     width = {"width": 128, "dtype": "bfloat16"}
@@ -68,7 +70,7 @@ def _passes(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
         **_HEADS,
         **{"key_width": key_width, "value_width": 128, "groups": groups, "dtype": dtype, "beta_dtype": "float32"},
         **{"stages": schedules_backward.PASSES_STAGES[groups], "ragged": ragged},
-        **{"registers": schedules_backward.PASSES_REGISTERS[groups]},
+        **{"registers": schedules_backward.PASSES_REGISTERS[groups], "segmented": ragged and groups == 1},
     }
     name = f"gated delta rule, passes, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
     need = schedules_backward.passes_bytes(key_width, groups)
@@ -125,11 +127,26 @@ def _summarise(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant
     return Variant(name, summarise, constants, _ARCH, schedules.summarise_bytes(key_width, groups))
 
 
-def _compositions(whole: bool) -> list[tuple[int, bool]]:
-    return [(k, ragged) for k in (64, 128) for ragged in (False, True)] if whole else [(128, True)]
+def _passes_summaries(whole: bool) -> list[tuple[int, bool, str]]:
+    every = [(k, ragged, dtype) for k in (64, 128) for ragged in (False, True) for dtype in ("bfloat16", "float16")]
+    return every if whole else [(128, True, "bfloat16")]
 
 
-def _compose(key_width: int, ragged: bool) -> Variant:
-    constants = {"value_heads": 4, "key_width": key_width, "value_width": 128, "ragged": ragged}
-    name = f"gated delta rule, composition, K {key_width}, {'ragged' if ragged else 'dense'}"
+def _summarise_passes(key_width: int, ragged: bool, dtype: str) -> Variant:
+    tiles = {"stages": schedules_backward.PASSES_STAGES[1], "registers": schedules_backward.PASSES_REGISTERS[1]}
+    names = {"dtype": dtype, "beta_dtype": "float32", "ragged": ragged}
+    constants = {**_HEADS, "key_width": key_width, "value_width": 128, **tiles, **names}
+    name = f"gated delta rule, summaries of the passes, K {key_width}, {'ragged' if ragged else 'dense'}, {dtype}"
+    return Variant(name, summarise_passes, constants, _ARCH, schedules_backward.summaries_bytes(key_width))
+
+
+def _compositions(whole: bool) -> list[tuple[int, int, bool]]:
+    every = [(k, directions, ragged) for k in (64, 128) for directions in (1, 2) for ragged in (False, True)]
+    return every if whole else [(128, 2, True)]
+
+
+def _compose(key_width: int, directions: int, ragged: bool) -> Variant:
+    constants = {"value_heads": 4, "key_width": key_width, "value_width": 128}
+    constants |= {"directions": directions, "ragged": ragged}
+    name = f"gated delta rule, composition, K {key_width}, {directions} ways, {'ragged' if ragged else 'dense'}"
     return Variant(name, compose, constants, _ARCH, schedules.compose_bytes(key_width))

@@ -137,6 +137,10 @@ BENCHMARKS = tuple(
     _benchmark(heads, batch, tokens)
     for heads in ((16, 32), (16, 64), (2, 8))
     for batch, tokens in ((1, 2048), (1, 8192), (1, 32768), (8, 1024), (8, 4096), (4, 8192))
+) + tuple(  # of the first heads, divided over two and eight devices
+    _benchmark(heads, batch, tokens)
+    for heads in ((8, 16), (2, 4))
+    for batch, tokens in ((1, 8192), (1, 32768), (8, 4096))
 )
 
 

@@ -57,7 +57,7 @@ def chunk_rows(slot, cu_seqlens, sequences, steps, rows, chunk_size, ragged):
         begin, end = first_and_end(cu_seqlens, n, rows)
         batch = 0
         first = begin + (slot - begin // chunk_size - n) * chunk_size
-        count = T.min(end - first, chunk_size)
+        count = T.max(T.min(end - first, chunk_size), 0)  # a second empty slot lies further behind the end
     else:
         batch = slot // T.ceildiv(rows, chunk_size)
         first = slot % T.ceildiv(rows, chunk_size) * chunk_size

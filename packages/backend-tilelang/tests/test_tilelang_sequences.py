@@ -72,7 +72,7 @@ def check(places: Places, offsets: tuple[int, ...] | None, batch: int, rows: int
     for slot in set(range(len(by_segment))) - taken:
         assert by_segment[slot, 2] == 0
         assert by_segment[slot, 4] == -1
-    assert by_chunk[:, 2].min() >= 0 if len(by_chunk) else True
+    assert (by_chunk[:, 2] >= 0).all()
     assert by_chunk[:, 2].sum() == sum(end - begin for begin, end in spans)
 
 

@@ -107,7 +107,7 @@ def names(*patterns, tokens=None):
 
 def test_shapes_are_chosen_by_pattern():
     assert names() == [case.name for case in DECLARATION.promises.benchmarks]
-    assert names("h16-hv32-1x8192", "h2-*-8x*") == ["h16-hv32-1x8192", "h2-hv8-8x1024", "h2-hv8-8x4096"]
+    assert names("h16-hv32-1x8192", "h2-hv8-8x*") == ["h16-hv32-1x8192", "h2-hv8-8x1024", "h2-hv8-8x4096"]
     with pytest.raises(UnknownNameError, match=r"h3-.*h16-hv32-1x2048"):
         names("h3-*")
 
@@ -121,7 +121,7 @@ def test_tokens_take_the_place_of_the_shapes_own():
 
 
 def test_reduced_shapes_keep_widths_and_the_ratio_of_heads():
-    first, *_, last = DECLARATION.promises.benchmarks
+    first, last = inputs.shapes_of(DECLARATION, ["h16-hv32-1x2048", "h2-hv8-4x8192"])
     assert inputs.reduced(DECLARATION, first, 512, 4).sizes == {"B": 1, "T": 512, "H": 4, "HV": 8, "K": 128, "V": 128}
     assert inputs.reduced(DECLARATION, last, 64, 4).sizes == {"B": 1, "T": 64, "H": 2, "HV": 8, "K": 128, "V": 128}
     odd = Case("odd", {**first.sizes, "H": 3, "HV": 6})

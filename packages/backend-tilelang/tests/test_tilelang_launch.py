@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,16 +17,6 @@ pytestmark = pytest.mark.gpu
 
 LAUNCH_US = 15.0
 """What one launch of three arguments may cost the host at most, on any host that has such a GPU."""
-
-
-@pytest.fixture(scope="module")
-def samples() -> ModuleType:
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        import kernel_samples
-    finally:
-        sys.path.pop(0)
-    return kernel_samples
 
 
 def rows(device: str | torch.device = "cuda:0", width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:

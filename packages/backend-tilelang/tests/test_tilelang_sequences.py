@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,16 +19,11 @@ OFFSETS = [
 
 
 @pytest.fixture(scope="module")
-def places() -> Places:
+def places(samples: ModuleType) -> Places:
     import tilelang
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        import kernel_samples
-    finally:
-        sys.path.pop(0)
     kernels = {
-        ragged: tilelang.compile(kernel_samples.places(ragged, CHUNK), target="c", execution_backend="cython")
+        ragged: tilelang.compile(samples.places(ragged, CHUNK), target="c", execution_backend="cython")
         for ragged in (False, True)
     }
 

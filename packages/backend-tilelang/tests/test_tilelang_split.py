@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from chunkwise.verifier.facts import Facts
 from chunkwise_tilelang.gated_delta_rule import schedules, schedules_backward
 
 HOPPER = FAKE_DEVICES["H200"]
+KEYS = 64  # of the calls on a GPU
 
 
 def layout(sequences: int, tokens: int, value_heads: int, width: int = 128) -> tuple[int, int, int]:
@@ -83,6 +85,22 @@ def test_blocks_take_the_first_free_multiprocessor() -> None:
         assert schedules_backward._rounds_us((long, 2.0), (short, 1.25), multiprocessors) == pytest.approx(max(free))
 
 
+def drawn(
+    offsets: tuple[int, ...] | None,
+) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor], torch.Tensor | None, int]:
+    """q, k, v, g and beta on the GPU, what draws their states, the offsets there, and how many rows are not padding."""
+    torch.manual_seed(0)
+    batch, rows = (2 if offsets is None else 1), 1000
+    q, k = (torch.nn.functional.normalize(torch.randn(batch, rows, 2, KEYS, device="cuda"), dim=-1) for _ in "qk")
+    v = torch.randn(batch, rows, 4, 128, device="cuda")
+    g = torch.nn.functional.logsigmoid(torch.randn(batch, rows, 4, device="cuda")) * 0.05
+    beta = torch.rand(batch, rows, 4, device="cuda")
+    sequences = batch if offsets is None else len(offsets) - 1
+    cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    live = rows if offsets is None else offsets[-1]
+    return [q, k, v, g, beta], lambda: torch.randn(sequences, 4, KEYS, 128, device="cuda"), cu_seqlens, live
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("initial", [False, True], ids=["zero", "initial"])
 @pytest.mark.parametrize("groups", [1, 2])
@@ -92,24 +110,16 @@ def test_segments_equal_the_whole(offsets: tuple[int, ...] | None, segment: int,
     """Padding holds NaN; one segment for all chunks goes through the same kernels."""
     from chunkwise_tilelang.gated_delta_rule import launch  # imports tilelang
 
-    torch.manual_seed(0)
-    batch, rows, heads, value_heads, keys, values = (2 if offsets is None else 1), 1000, 2, 4, 64, 128
-    q, k = (torch.nn.functional.normalize(torch.randn(batch, rows, heads, keys, device="cuda"), dim=-1) for _ in "qk")
-    v = torch.randn(batch, rows, value_heads, values, device="cuda")
-    g = torch.nn.functional.logsigmoid(torch.randn(batch, rows, value_heads, device="cuda")) * 0.05
-    beta = torch.rand(batch, rows, value_heads, device="cuda")
-    sequences = batch if offsets is None else len(offsets) - 1
-    state = torch.randn(sequences, value_heads, keys, values, device="cuda") if initial else None
-    cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cuda")
-    live = rows if offsets is None else offsets[-1]
+    (q, k, v, g, beta), states, cu_seqlens, live = drawn(offsets)
     tensors = [x.bfloat16() for x in (q, k, v)]
+    state = states() if initial else None
     options = {"initial_state": state, "output_final_state": True, "cu_seqlens": cu_seqlens}
     want = chunkwise.chunk_gated_delta_rule(*(x.float() for x in tensors), g, beta, backend="torch", **options)
     for x in (*tensors, g, beta):
         x[:, live:] = torch.nan
     named = dict(zip(("q", "k", "v"), tensors, strict=True), g=g, beta=beta, use_qk_l2norm_in_kernel=False)
-    inputs = SimpleNamespace(**named, scale=keys**-0.5, **options)
-    tiles = (schedules.STAGES, schedules.REGISTERS[groups], schedules.fused_bytes(keys, groups))
+    inputs = SimpleNamespace(**named, scale=KEYS**-0.5, **options)
+    tiles = (schedules.STAGES, schedules.REGISTERS[groups], schedules.fused_bytes(KEYS, groups))
     schedule = schedules.Schedule(schedules.CHUNK, groups, *tiles, segment, groups)
     (o, final), _ = launch.forward(schedule, inputs, None)
     assert not bool(o[:, live:].any())
@@ -125,16 +135,8 @@ def test_gradients_of_segments_equal_those_of_the_whole(
     offsets: tuple[int, ...] | None, segment: int, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an initial state and a gradient of the final one, or without; padding holds NaN."""
-    torch.manual_seed(0)
-    batch, rows, heads, value_heads, keys, values = (2 if offsets is None else 1), 1000, 2, 4, 64, 128
-    q, k = (torch.nn.functional.normalize(torch.randn(batch, rows, heads, keys, device="cuda"), dim=-1) for _ in "qk")
-    v = torch.randn(batch, rows, value_heads, values, device="cuda")
-    g = torch.nn.functional.logsigmoid(torch.randn(batch, rows, value_heads, device="cuda")) * 0.05
-    beta = torch.rand(batch, rows, value_heads, device="cuda")
-    sequences = batch if offsets is None else len(offsets) - 1
-    state, d_final = (torch.randn(sequences, value_heads, keys, values, device="cuda") for _ in range(2))
-    cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cuda")
-    live = rows if offsets is None else offsets[-1]
+    (q, k, v, g, beta), states, cu_seqlens, live = drawn(offsets)
+    state, d_final = states(), states()
     q, k, v, d_o = (x.half() for x in (q, k, v, torch.randn_like(v)))
 
     def gradients(backend: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

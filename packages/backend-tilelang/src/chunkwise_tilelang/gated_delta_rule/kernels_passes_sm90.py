@@ -55,13 +55,12 @@ def _leave(place_of, V, K, s, outs):
 
 
 class Walks(NamedTuple):
-    """What the roles of a block do on their way over its chunks, for each direction; and what loads for both."""
+    """What the roles of a block do on their way over its chunks: with states, for each direction, and for them."""
 
     replay: Any
-    ready_for_replay: Any
     reverse: Any
-    ready_for_reverse: Any
-    load: Any
+    make_ready: Any
+    bring: Any
 
 
 def walks(
@@ -365,7 +364,23 @@ def walks(
             T.tma_copy(m[batch, left : left + C, hv, 0:C], m_s[stage, :, :], barrier=raw[stage])
             T.barrier_arrive(raw[stage])
 
-    return Walks(replay, ready_for_replay, reverse, ready_for_reverse, load)
+    @T.macro
+    def make_ready(backwards, place_of, turns, scale, g_cumsum, beta, k_s, q_s, rows_s, m_s, p_s, d_s, rings):
+        raw, ready, empty, _, _ = rings
+        if backwards:
+            ready_for_reverse(place_of, turns, scale, g_cumsum, beta, k_s, q_s, rows_s, m_s, p_s, d_s, rings)
+        else:
+            ready_for_replay(place_of, turns, g_cumsum, beta, k_s, rows_s, m_s, d_s, (raw, ready, empty))
+
+    @T.macro
+    def bring(backwards, turns, place_of, tensors, k_s, q_s, rows_s, m_s, raw, empty):
+        q, k, v, m, d_o = tensors
+        if backwards:
+            load(turns, place_of, k, m, k_s, m_s, raw, empty, True, q, q_s, d_o, rows_s)
+        else:
+            load(turns, place_of, k, m, k_s, m_s, raw, empty, False, q, q_s, v, rows_s)
+
+    return Walks(replay, reverse, make_ready, bring)
 
 
 def passes(
@@ -390,7 +405,7 @@ def passes(
     blocks = V // (64 * G)
     consumers = 128 * G
     with_states, with_pairs, with_copies = registers
-    replay, ready_for_replay, reverse, ready_for_reverse, load = walks(
+    replay, reverse, make_ready, bring = walks(
         key_width=K, value_width=V, groups=G, stages=S, dtype=dtype, beta_dtype=beta_dtype, kept=True
     )
     B, TT, N0, N1, N2, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2", "offsets", "slots"))
@@ -542,23 +557,15 @@ def passes(
                     )  # fmt: skip
             elif tx < consumers + 128:
                 T.set_max_nreg(with_pairs, 0)
-                if backwards:
-                    ready_for_reverse(
-                        (hv, batch, start, length), turns, scale, g_cumsum, beta, k_s, q_s, rows_s, m_s, p_s, d_s,
-                        (raw, ready, empty, free, known),
-                    )  # fmt: skip
-                else:
-                    ready_for_replay(
-                        (hv, batch, start, length), turns, g_cumsum, beta, k_s, rows_s, m_s, d_s, (raw, ready, empty)
-                    )
+                make_ready(
+                    backwards, (hv, batch, start, length), turns, scale, g_cumsum, beta,
+                    k_s, q_s, rows_s, m_s, p_s, d_s, (raw, ready, empty, free, known),
+                )  # fmt: skip
             else:
                 T.set_max_nreg(with_copies, 0)
                 place_of = (h, hv, batch, start, first)
                 if tx < consumers + 160:
-                    if backwards:
-                        load(turns, place_of, k, inverse, k_s, m_s, raw, empty, True, q, q_s, d_o, rows_s)
-                    else:
-                        load(turns, place_of, k, inverse, k_s, m_s, raw, empty, False, q, q_s, v, rows_s)
+                    bring(backwards, turns, place_of, (q, k, v, inverse, d_o), k_s, q_s, rows_s, m_s, raw, empty)
                 elif tx < consumers + 192:
                     if backwards:
                         store_reversed(

@@ -30,7 +30,7 @@ def summarise_passes(
     """
     H, HV, K, V, C, S = heads, value_heads, key_width, value_width, 64, stages
     with_states, with_pairs, with_copies = registers
-    replay, ready_for_replay, reverse, ready_for_reverse, load = walks(
+    replay, reverse, make_ready, bring = walks(
         key_width=K, value_width=V, groups=1, stages=S, dtype=dtype, beta_dtype=beta_dtype, kept=False
     )
     B, TT, offsets, segments = (T.dynamic(name) for name in ("B", "TT", "offsets", "segments"))
@@ -97,22 +97,14 @@ def summarise_passes(
                     replay(0, (segment, hv, first), turns, 0, 0, k_s, rows_s, m_s, d_s, (a, b), (ready, empty, *stores))
             elif tx < 256:
                 T.set_max_nreg(with_pairs, 0)
-                if backwards:
-                    ready_for_reverse(
-                        (hv, batch, start, length), turns, scale, g_cumsum, beta, k_s, q_s, rows_s, m_s, p_s, d_s,
-                        (raw, ready, empty, free, known),
-                    )  # fmt: skip
-                else:
-                    ready_for_replay(
-                        (hv, batch, start, length), turns, g_cumsum, beta, k_s, rows_s, m_s, d_s, (raw, ready, empty)
-                    )
+                make_ready(
+                    backwards, (hv, batch, start, length), turns, scale, g_cumsum, beta,
+                    k_s, q_s, rows_s, m_s, p_s, d_s, (raw, ready, empty, free, known),
+                )  # fmt: skip
             else:
                 T.set_max_nreg(with_copies, 0)
                 place_of = (h, hv, batch, start, first)
-                if tx < 288:
-                    if backwards:
-                        load(turns, place_of, k, inverse, k_s, m_s, raw, empty, True, q, q_s, d_o, rows_s)
-                    else:  # behind the columns of V it brings zeros
-                        load(turns, place_of, k, inverse, k_s, m_s, raw, empty, False, q, q_s, v, rows_s)
+                if tx < 288:  # behind the columns of V it brings zeros
+                    bring(backwards, turns, place_of, (q, k, v, inverse, d_o), k_s, q_s, rows_s, m_s, raw, empty)
 
     return gated_delta_rule_summarise_passes

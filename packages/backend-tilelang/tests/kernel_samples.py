@@ -5,7 +5,7 @@ from typing import Any
 import tilelang.cpu.language as on_cpu
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 
-from chunkwise_tilelang.tiles.sequences import chunk_rows, segment_rows, segments_of
+from chunkwise_tilelang.tiles.sequences import chunk_ends, chunk_rows, segment_rows, segments_of
 
 
 def add(*, width: int) -> Any:
@@ -158,7 +158,7 @@ def places(ragged: bool, chunk_size: int) -> Any:
     @T.prim_func
     def places_of(
         cu_seqlens: T.Tensor((offsets,), "int32"),
-        by_chunk: T.Tensor((slots, 3), "int32"),
+        by_chunk: T.Tensor((slots, 6), "int32"),
         by_segment: T.Tensor((segments, 5), "int32"),
         by_sequence: T.Tensor((sequences, 2), "int32"),
         steps: T.int32,
@@ -171,6 +171,10 @@ def places(ragged: bool, chunk_size: int) -> Any:
                 by_chunk[slot, 0] = batch
                 by_chunk[slot, 1] = first
                 by_chunk[slot, 2] = count
+                owner, opens, closes = chunk_ends(slot, cu_seqlens, offsets - 1, steps, rows, chunk_size, ragged)
+                by_chunk[slot, 3] = owner
+                by_chunk[slot, 4] = opens
+                by_chunk[slot, 5] = closes
             for slot in T.serial(segments):
                 n, start, length, chunk, ends = segment_rows(
                     slot, cu_seqlens, offsets - 1, steps, rows, chunk_size, chunks, ragged

@@ -34,7 +34,7 @@ def places(samples: ModuleType) -> Places:
         counts = [
             rows // width + sequences if ragged else batch * -(-rows // width) for width in (CHUNK, chunks * CHUNK)
         ]
-        shapes = zip((*counts, sequences), (3, 5, 2), strict=True)
+        shapes = zip((*counts, sequences), (6, 5, 2), strict=True)
         found = [torch.full(shape, -7, dtype=torch.int32) for shape in shapes]
         where = torch.tensor(offsets or (0, 0), dtype=torch.int32)
         kernels[ragged](where, *found, sequences.bit_length(), rows, chunks)
@@ -60,7 +60,8 @@ def check(places: Places, offsets: tuple[int, ...] | None, batch: int, rows: int
             for step in range(-(-length // CHUNK)):
                 row = 0 if offsets is not None else n
                 part = min(CHUNK, end - at - step * CHUNK)
-                assert by_chunk[chunk + step].tolist() == [row, at + step * CHUNK, part]
+                opens, closes = at + step * CHUNK == begin, at + step * CHUNK + part == end
+                assert by_chunk[chunk + step].tolist() == [row, at + step * CHUNK, part, n, opens, closes]
             at += length
         assert at == end
     for slot in set(range(len(by_segment))) - taken:

@@ -5,20 +5,20 @@ With the names of :mod:`.kernels_passes_sm90`, for one value head of a key head 
     dP = scale exp(G_t - G_s) do x^T         B = -beta_t exp(G_t - G_s) dr x^T  (s < t)
     dq += exp(G) scale do S^T + dP k         dk += exp(G_C - G) x dS'^T - exp(G) beta dr S^T + dP^T q + (B + B^T) k
 
-x_t is beta_t times the error of row t, so that ``dbeta_t = dr_t . x_t / beta_t``; where beta is too small for that, it
-is ``dr . (v - exp(G) k S) - sum_s exp(G_t - G_s) (dr x^T) (k k^T)``, which needs v.
+    dbeta_t = dr_t . v_t - e_t - sum_{s<t} exp(G_t - G_s) (dr x^T)_ts (k k^T)_ts        e_t = exp(G_t) k_t . (S dr_t)
 
 and for the gates, with ``F = dP * (q k^T) + B * (k k^T)`` and what comes through the states row by row:
 
     dg_j = exp(G_C) <S, dS'> + sum_{t >= j} (sum_{s < j} F_ts + q_t . dq'_t - beta_t e_t) + sum_{t < j} k_t . dk'_t
 
-where dq' and dk' are what S and dS' give to q and k, and ``e_t = exp(G_t) k_t . (dr S^T)_t``. Nothing is added there
-that is taken away again, so that gates under strong decay keep their digits: the sum over s is a product with a
-triangle of ones, of F in two bf16 parts.
+where dq' and dk' are what S and dS' give to q and k. Nothing is added there that is taken away again, so that gates
+under strong decay keep their digits: the sum over s is a product with a triangle of ones, of F in two bf16 parts.
+(dbeta is also ``dr_t . x_t / beta_t``, which needs no v; but x has passed through M and is rounded: it is less exact.)
 
 A block walks over chunks of key heads. Two warpgroups have half of the columns of dq and dk each, and add up the value
 heads; of F, one has the part by do and q, the other the part by dr and k. A warp loads by TMA, another one writes the
-decays of the chunk and clears rows behind its end.
+decays of the chunk and clears rows behind its end, and two find ``dr . v`` and, at the ends of a sequence,
+``<S, dS'>``: of the call's own states there, which are fp32, since a sequence of few tokens has little more in its dg.
 """
 
 from typing import Any
@@ -26,11 +26,10 @@ from typing import Any
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 
 from chunkwise_tilelang.gated_delta_rule.schedules_backward import value_block
-from chunkwise_tilelang.tiles.sequences import chunk_rows
+from chunkwise_tilelang.tiles.sequences import chunk_ends, chunk_rows
 from chunkwise_tilelang.tiles.transposed import place
 
 _LOG2E = 1.4426950408889634
-_SMALL_STEP = 2.0**-10  # where x, a multiple of beta, may keep no digits in fp16
 _ROWS = T.GemmWarpPolicy.FullRow
 _CONFIGS = {
     "tl.enable_fast_math": True,
@@ -55,10 +54,11 @@ def gradients(
     R = HV // H  # value heads of a key head
     KH = K // 2
     VB = value_block(V)  # columns of V that are taken at a time
-    NB, VH = V // VB, VB // 2
+    NB, NP = V // VB, VB // 64  # blocks of columns; tiles of a block
     ITEMS = R * NB  # of a chunk of a key head
+    STAGED = K == VB == 128 and grad_dtype == dtype  # dq and dk leave through tiles of do and dr
     with_products, with_copies = registers
-    B, TT, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "offsets", "slots"))
+    B, TT, N0, N1, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "offsets", "slots"))
 
     @T.macro
     def find(unit, cu_seqlens, sequences, steps):
@@ -67,11 +67,12 @@ def gradients(
         return slot, unit % H, batch, first, rows
 
     @T.macro
-    def products(half, units, origin, stride, where, tensors, scale, tiles, rings):
+    def products(half, units, origin, stride, where, flags, tensors, scale, tiles, rings):
         cu_seqlens, sequences, steps = where
-        v, dq_out, dk_out, dg_out, dbeta_out = tensors
-        q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s = tiles
-        ready_qk, empty_qk, ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, both = rings
+        dq_out, dk_out, dg_out, dbeta_out = tensors
+        has_initial, has_final = flags
+        q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s, sums_s = tiles
+        ready_qk, empty_qk, ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, summed, both, staged = rings
         dq = T.alloc_fragment((C, KH), "float32")
         dk = T.alloc_fragment((C, KH), "float32")
         one = T.alloc_fragment((C, KH), "float32")
@@ -88,22 +89,20 @@ def gradients(
         by_error = T.alloc_fragment((C,), "float32")
         by_exit = T.alloc_fragment((C,), "float32")
         by_pairs = T.alloc_fragment((C,), "float32")
-        values = T.alloc_fragment((C, VH), "float32")
-        by_value = T.alloc_fragment((C,), "float32")
-        f_registers = T.alloc_local((32,), "float32")
-        sums = T.alloc_local((16,), "float32")
         s_eight = T.alloc_local((8,), dtype)
         ds_eight = T.alloc_local((8,), dtype)
         through = T.alloc_var("float32")
+        f_registers = T.alloc_local((32,), "float32")
+        sums = T.alloc_local((16,), "float32")
         dg_sum = T.alloc_var("float32")
         dbeta_sum = T.alloc_var("float32")
-        own_step_size = T.alloc_var("float32")
         at = T.alloc_var("int32")
         dg_sum = 0.0
         dbeta_sum = 0.0
         lane = T.get_thread_binding() % 128
         for i in T.serial(units):
-            _, h, batch, first, rows = find(origin + i * stride, cu_seqlens, sequences, steps)
+            slot, h, batch, first, rows = find(origin + i * stride, cu_seqlens, sequences, steps)
+            _, opens, closes = chunk_ends(slot, cu_seqlens, sequences, steps, TT, C, ragged)
             T.clear(dq)
             T.clear(dk)
             T.clear(d_scores)
@@ -116,8 +115,10 @@ def gradients(
                 p = item % 2
                 T.barrier_wait(ready_rows[p], item // 2 % 2)
                 T.barrier_wait(full_s[0], item % 2)
-                T.wgmma_gemm(do_s[p, :, :], s_s[half, :, :], one, clear_accum=True, policy=_ROWS)
-                T.wgmma_gemm(dr_s[p, :, :], s_s[half, :, :], two, clear_accum=True, policy=_ROWS)
+                for n in range(NP):
+                    T.wgmma_gemm(do_s[p, n, :, :], s_s[half, n, :, :], one, clear_accum=n == 0, policy=_ROWS)
+                for n in range(NP):
+                    T.wgmma_gemm(dr_s[p, n, :, :], s_s[half, n, :, :], two, clear_accum=n == 0, policy=_ROWS)
                 for t in T.Parallel(C):
                     from_start[t] = vec_s[p, 1, t]
                 for t in T.Parallel(C):
@@ -136,20 +137,24 @@ def gradients(
                     two[t, c] *= k_s[half, t, c]
                 T.reduce_sum(two, by_error, dim=1)
                 T.barrier_wait(full_ds[0], item % 2)
-                T.wgmma_gemm(x_s[p, :, :], ds_s[half, :, :], one, clear_accum=True, policy=_ROWS)
-                if half == 0:
-                    T.wgmma_gemm(do_s[p, :, :], x_s[p, :, :], f, transpose_B=True, clear_accum=True, policy=_ROWS)
-                else:
-                    T.wgmma_gemm(dr_s[p, :, :], x_s[p, :, :], f, transpose_B=True, clear_accum=True, policy=_ROWS)
+                for n in range(NP):
+                    T.wgmma_gemm(x_s[p, n, :, :], ds_s[half, n, :, :], one, clear_accum=n == 0, policy=_ROWS)
+                rows_s = do_s if half == 0 else dr_s
+                for n in range(NP):
+                    T.wgmma_gemm(
+                        rows_s[p, n, :, :], x_s[p, n, :, :], f, transpose_B=True, clear_accum=n == 0, policy=_ROWS
+                    )
                 through = 0.0
-                for m in T.serial(VB * KH // 1024):
-                    at = m * 128 + lane
-                    for e in T.vectorized(8):
-                        s_eight[e] = s_s[half, at // (KH // 8), at % (KH // 8) * 8 + e]
-                    for e in T.vectorized(8):
-                        ds_eight[e] = ds_s[half, at // (KH // 8), at % (KH // 8) * 8 + e]
-                    for e in T.unroll(8):
-                        through += T.cast(s_eight[e], "float32") * T.cast(ds_eight[e], "float32")
+                if opens * has_initial + closes * has_final == 0:
+                    for m in T.unroll(VB * KH // 1024, unroll_factor=2):
+                        at = m * 128 + lane
+                        n, row = at // (KH // 8) // 64, at // (KH // 8) % 64
+                        for e in T.vectorized(8):
+                            s_eight[e] = s_s[half, n, row, at % (KH // 8) * 8 + e]
+                        for e in T.vectorized(8):
+                            ds_eight[e] = ds_s[half, n, row, at % (KH // 8) * 8 + e]
+                        for e in T.unroll(8):
+                            through += T.cast(s_eight[e], "float32") * T.cast(ds_eight[e], "float32")
                 through *= vec_s[p, 1, C - 1]
                 T.wait_wgmma(0)
                 T.barrier_arrive(empty_s[0])
@@ -162,16 +167,6 @@ def gradients(
                 # Computed for each value head: registers are what this kernel runs out of.
                 T.wgmma_gemm(left[0, :, :], k_s[0, :, :], scores, transpose_B=True, clear_accum=True, policy=_ROWS)
                 T.wgmma_gemm(left[1, :, :], k_s[1, :, :], scores, transpose_B=True, policy=_ROWS)
-                own_step_size = vec_s[p, 3, lane % C]
-                if vec_s[p, 4, 0] > 0.0:
-                    for t, c in T.Parallel(C, VH):
-                        near = T.min(T.max(first + T.min(t, rows - 1), 0), TT - 1)
-                        values[t, c] = T.cast(dr_s[p, t, half * VH + c], "float32") * T.cast(
-                            v[batch, near, hv, block * VB + half * VH + c], "float32"
-                        )
-                    T.reduce_sum(values, by_value, dim=1)
-                    for t in T.Parallel(C):
-                        db_s[p, half * 2, t] = by_value[t]
                 T.wait_wgmma(0)
                 if half == 0:
                     for t, r in T.Parallel(C, C):
@@ -183,9 +178,6 @@ def gradients(
                         f[t, r] *= scores[t, r]
                     T.clear(by_pairs)
                 else:
-                    for t, r in T.Parallel(C, C):
-                        if t == r:
-                            db_s[p, 4, t] = f[t, r]
                     for t, r in T.Parallel(C, C):
                         f[t, r] *= T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
                     for t, r in T.Parallel(C, C):
@@ -220,50 +212,71 @@ def gradients(
                     for n in T.unroll(16):
                         dg_s[p, half * 4 + lane // 32, n // 2 * 8 + lane % 4 * 2 + n % 2] = sums[n]
                 for t in T.Parallel(C):
-                    db_s[p, half * 2 + 1, t] = by_error[t] + by_pairs[t]
-                T.barrier_arrive(empty_rows[p])
+                    db_s[p, half, t] = by_error[t] + by_pairs[t]
+                if NP == 1 or j < ITEMS - 1:
+                    T.barrier_arrive(empty_rows[p])
                 T.barrier_arrive(both[0])
                 T.barrier_wait(both[0], item % 2)
+                T.barrier_wait(summed[p], item // 2 % 2)
                 if lane < C:
                     if half == 0:
                         dg_sum = T.Select(block == 0, 0.0, dg_sum)
                         for part in T.unroll(8):
                             dg_sum += dg_s[p, part, lane]
+                        dg_sum += sums_s[p, 1, 0] + sums_s[p, 1, 1]
                         if block == NB - 1 and lane < rows:
                             dg_out[batch, first + lane, hv] = dg_sum
                     else:
                         dbeta_sum = T.Select(block == 0, 0.0, dbeta_sum)
-                        by_error_and_pairs = db_s[p, 1, lane] + db_s[p, 3, lane]
-                        dbeta_sum += T.Select(
-                            T.abs(own_step_size) < _SMALL_STEP,
-                            (db_s[p, 0, lane] + db_s[p, 2, lane]) - by_error_and_pairs,
-                            db_s[p, 4, lane] / own_step_size,
-                        )
+                        dbeta_sum += sums_s[p, 0, lane] - (db_s[p, 0, lane] + db_s[p, 1, lane])
                         if block == NB - 1 and lane < rows:
                             dbeta_out[batch, first + lane, hv] = dbeta_sum
-            T.copy(d_scores, pairs_s[half, :, :])
+            # With two tiles a block, those of the last value head are free: all have waited for each other.
+            last = (i * ITEMS + ITEMS - 1) % 2
+            of_pairs = last if NP == 2 else 0
+            T.copy(d_scores, pairs_s[of_pairs, half, :, :])
             T.fence_proxy_async()
             T.barrier_arrive(both[1])
             T.barrier_wait(both[1], i % 2)
-            T.wgmma_gemm(pairs_s[0, :, :], k_s[half, :, :], dq, policy=_ROWS)
-            T.wgmma_gemm(pairs_s[0, :, :], q_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
-            T.wgmma_gemm(pairs_s[1, :, :], k_s[half, :, :], dk, policy=_ROWS)
-            T.wgmma_gemm(pairs_s[1, :, :], k_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
+            T.wgmma_gemm(pairs_s[of_pairs, 0, :, :], k_s[half, :, :], dq, policy=_ROWS)
+            T.wgmma_gemm(pairs_s[of_pairs, 0, :, :], q_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
+            T.wgmma_gemm(pairs_s[of_pairs, 1, :, :], k_s[half, :, :], dk, policy=_ROWS)
+            T.wgmma_gemm(pairs_s[of_pairs, 1, :, :], k_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
             T.wait_wgmma(0)
             T.barrier_arrive(empty_qk[0])
-            for t, c in T.Parallel(C, KH):
-                if t < rows:
-                    dq_out[batch, first + t, h, half * KH + c] = dq[t, c]
-            for t, c in T.Parallel(C, KH):
-                if t < rows:
-                    dk_out[batch, first + t, h, half * KH + c] = dk[t, c]
+            if STAGED:
+                T.copy(dq, do_s[last, half, :, :])
+                T.copy(dk, dr_s[last, half, :, :])
+                T.barrier_arrive(staged[half])
+                T.barrier_wait(staged[half], i % 2)
+                for m in T.unroll(4):
+                    t = m * 16 + lane // 8
+                    if t < rows:
+                        for e in T.vectorized(8):
+                            dq_out[batch, first + t, h, half * KH + lane % 8 * 8 + e] = do_s[
+                                last, half, t, lane % 8 * 8 + e
+                            ]
+                        for e in T.vectorized(8):
+                            dk_out[batch, first + t, h, half * KH + lane % 8 * 8 + e] = dr_s[
+                                last, half, t, lane % 8 * 8 + e
+                            ]
+                T.fence_proxy_async()
+            else:
+                for t, c in T.Parallel(C, KH):
+                    if t < rows:
+                        dq_out[batch, first + t, h, half * KH + c] = dq[t, c]
+                for t, c in T.Parallel(C, KH):
+                    if t < rows:
+                        dk_out[batch, first + t, h, half * KH + c] = dk[t, c]
+            if NP == 2:
+                T.barrier_arrive(empty_rows[last])
 
     @T.macro
     def load(units, origin, stride, where, tensors, tiles, rings):
         cu_seqlens, sequences, steps = where
-        q, k, x, dr, d_o, states, d_states = tensors
-        q_s, k_s, s_s, ds_s, x_s, dr_s, do_s = tiles
-        raw_qk, empty_qk, raw_rows, empty_rows, full_s, empty_s, full_ds, empty_ds = rings
+        q, k, v, x, dr, d_o, states, d_states = tensors
+        q_s, k_s, v_s, s_s, ds_s, x_s, dr_s, do_s = tiles
+        raw_qk, empty_qk, raw_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, full_v, empty_v = rings
         for i in T.serial(units):
             slot, h, batch, first, _ = find(origin + i * stride, cu_seqlens, sequences, steps)
             for j in T.serial(ITEMS):
@@ -272,23 +285,27 @@ def gradients(
                 item = i * ITEMS + j
                 p = item % 2
                 T.barrier_wait(empty_rows[p], (item // 2 + 1) % 2)
-                T.tma_copy(x[slot, hv, 0:C, left : left + VB], x_s[p, :, :], barrier=raw_rows[p])
-                T.tma_copy(dr[slot, hv, 0:C, left : left + VB], dr_s[p, :, :], barrier=raw_rows[p])
-                T.tma_copy(d_o[batch, first : first + C, hv, left : left + VB], do_s[p, :, :], barrier=raw_rows[p])
+                for n in T.unroll(NP):
+                    at = left + n * 64
+                    T.tma_copy(x[slot, hv, 0:C, at : at + 64], x_s[p, n, :, :], barrier=raw_rows[p])
+                    T.tma_copy(dr[slot, hv, 0:C, at : at + 64], dr_s[p, n, :, :], barrier=raw_rows[p])
+                    T.tma_copy(d_o[batch, first : first + C, hv, at : at + 64], do_s[p, n, :, :], barrier=raw_rows[p])
                 T.barrier_arrive(raw_rows[p])
                 T.barrier_wait(empty_s[0], (item + 1) % 2)
                 for half in T.unroll(2):
-                    T.tma_copy(
-                        states[slot, hv, left : left + VB, half * KH : half * KH + KH], s_s[half, :, :],
-                        barrier=full_s[0],
-                    )  # fmt: skip
+                    for n in T.unroll(NP):
+                        T.tma_copy(
+                            states[slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
+                            s_s[half, n, :, :], barrier=full_s[0],
+                        )  # fmt: skip
                 T.barrier_arrive(full_s[0])
                 T.barrier_wait(empty_ds[0], (item + 1) % 2)
                 for half in T.unroll(2):
-                    T.tma_copy(
-                        d_states[slot, hv, left : left + VB, half * KH : half * KH + KH], ds_s[half, :, :],
-                        barrier=full_ds[0],
-                    )  # fmt: skip
+                    for n in T.unroll(NP):
+                        T.tma_copy(
+                            d_states[slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
+                            ds_s[half, n, :, :], barrier=full_ds[0],
+                        )  # fmt: skip
                 T.barrier_arrive(full_ds[0])
                 # q and k of the chunk before are needed to its end: what comes above does not wait for that.
                 if j == 0:
@@ -303,6 +320,13 @@ def gradients(
                             barrier=raw_qk[0],
                         )  # fmt: skip
                     T.barrier_arrive(raw_qk[0])
+                T.barrier_wait(empty_v[0], (item + 1) % 2)
+                for n in T.unroll(NP):
+                    T.tma_copy(
+                        v[batch, first : first + C, hv, left + n * 64 : left + n * 64 + 64], v_s[n, :, :],
+                        barrier=full_v[0],
+                    )  # fmt: skip
+                T.barrier_arrive(full_v[0])
 
     @T.macro
     def make_ready(units, origin, stride, where, tensors, tiles, rings):
@@ -312,7 +336,6 @@ def gradients(
         raw_qk, ready_qk, raw_rows, ready_rows = rings
         total = T.alloc_var("float32")
         last = T.alloc_var("float32")
-        small = T.alloc_var("float32")
         lane = T.get_thread_binding() % 32
         for i in T.serial(units):
             _, h, batch, first, rows = find(origin + i * stride, cu_seqlens, sequences, steps)
@@ -323,7 +346,6 @@ def gradients(
                 p = item % 2
                 T.barrier_wait(raw_rows[p], item // 2 % 2)
                 last = g_cumsum[batch, end, hv] * _LOG2E
-                small = 0.0
                 for part in T.unroll(2):
                     t = part * 32 + lane
                     near = T.max(T.min(first + t, end), 0)
@@ -331,17 +353,12 @@ def gradients(
                     vec_s[p, 0, t] = total
                     vec_s[p, 1, t] = T.exp2(total)
                     vec_s[p, 2, t] = T.Select(t < rows, T.exp2(last - total), 0.0)
-                    step_size = T.cast(beta[batch, near, hv], "float32")
-                    vec_s[p, 3, t] = T.Select(t < rows, step_size, 0.0)
-                    small = T.Select(T.abs(step_size) < _SMALL_STEP, 1.0, small)
-                for e in T.unroll(5):
-                    small = T.max(small, T.shfl_xor(small, 1 << e))
-                vec_s[p, 4, lane] = small
+                    vec_s[p, 3, t] = T.Select(t < rows, T.cast(beta[batch, near, hv], "float32"), 0.0)
                 if ragged:
                     if rows < C:  # other sequences' rows, or padding that may hold anything
                         for m in T.unroll((C - rows) * VB // 32, unroll_factor=1):
                             at = m * 32 + lane
-                            do_s[p, rows + at // VB, at % VB] = 0
+                            do_s[p, at % NP, rows + at // VB, at % VB // NP] = 0
                         T.fence_proxy_async()
                 T.barrier_arrive(ready_rows[p])
                 if j == 0:
@@ -356,6 +373,72 @@ def gradients(
                             T.fence_proxy_async()
                     T.barrier_arrive(ready_qk[0])
 
+    @T.macro
+    def add_up(units, origin, stride, where, ends, tiles, rings):
+        cu_seqlens, sequences, steps = where
+        initial, d_final, has_initial, has_final = ends
+        s_s, ds_s, dr_s, v_s, vec_s, sums_s = tiles
+        ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, full_v, empty_v, summed = rings
+        dr_eight = T.alloc_local((8,), dtype)
+        v_eight = T.alloc_local((8,), dtype)
+        exact = T.alloc_local((16,), "float32")
+        total = T.alloc_var("float32")
+        lane = T.get_thread_binding() % 64
+        part = lane % 4 * 8
+        for i in T.serial(units):
+            slot, h = (origin + i * stride) // H, (origin + i * stride) % H
+            n, opens, closes = chunk_ends(slot, cu_seqlens, sequences, steps, TT, C, ragged)
+            for j in T.serial(ITEMS):
+                hv = h * R + j // NB
+                left = j % NB * VB
+                item = i * ITEMS + j
+                p = item % 2
+                T.barrier_wait(full_s[0], item % 2)
+                T.barrier_wait(full_ds[0], item % 2)
+                total = 0.0
+                if opens * has_initial + closes * has_final != 0:
+                    for m in T.unroll(NP * K // 8, unroll_factor=1):
+                        tile = m % NP
+                        c = m // NP * 8
+                        for e in T.unroll(8):
+                            if opens * has_initial != 0:
+                                exact[e] = initial[n, hv, c + e, left + tile * 64 + lane]
+                            else:
+                                exact[e] = s_s[c // KH, tile, lane, c % KH + e]
+                        for e in T.unroll(8):
+                            if closes * has_final != 0:
+                                exact[8 + e] = d_final[n, hv, c + e, left + tile * 64 + lane]
+                            else:
+                                exact[8 + e] = ds_s[c // KH, tile, lane, c % KH + e]
+                        for e in T.unroll(8):
+                            total += exact[e] * exact[8 + e]
+                T.barrier_arrive(empty_s[0])
+                T.barrier_arrive(empty_ds[0])
+                T.barrier_wait(ready_rows[p], item // 2 % 2)
+                total *= vec_s[p, 1, C - 1]
+                for e in T.unroll(5):
+                    total += T.shfl_xor(total, 1 << e)
+                if lane % 32 == 0:
+                    sums_s[p, 1, lane // 32] = total
+                T.barrier_wait(full_v[0], item % 2)
+                for m in T.unroll(C // 16, unroll_factor=1):
+                    t = m * 16 + lane // 4
+                    total = 0.0
+                    for n, u in T.grid(NP, 2):
+                        for e in T.vectorized(8):
+                            dr_eight[e] = dr_s[p, n, t, u * 32 + part + e]
+                        for e in T.vectorized(8):
+                            v_eight[e] = v_s[n, t, u * 32 + part + e]
+                        for e in T.unroll(8):
+                            total += T.cast(dr_eight[e], "float32") * T.cast(v_eight[e], "float32")
+                    total += T.shfl_xor(total, 1)
+                    total += T.shfl_xor(total, 2)
+                    if part == 0:
+                        sums_s[p, 0, t] = total
+                T.barrier_arrive(empty_v[0])
+                T.barrier_arrive(empty_rows[p])
+                T.barrier_arrive(summed[p])
+
     @T.prim_func
     def gated_delta_rule_gradients(
         q: T.Tensor((B, TT, H, K), dtype),
@@ -365,6 +448,8 @@ def gradients(
         beta: T.Tensor((B, TT, HV), beta_dtype),
         d_o: T.Tensor((B, TT, HV, V), dtype),
         cu_seqlens: T.Tensor((offsets,), "int32"),
+        initial: T.Tensor((N0, HV, K, V), "float32"),
+        d_final: T.Tensor((N1, HV, K, V), "float32"),
         states: T.Tensor((slots, HV, V, K), dtype),
         d_states: T.Tensor((slots, HV, V, K), dtype),
         x: T.Tensor((slots, HV, C, V), dtype),
@@ -376,33 +461,41 @@ def gradients(
         scale: T.float32,
         steps: T.int32,
         blocks: T.int32,
+        has_initial: T.int32,
+        has_final: T.int32,
     ):
         T.annotate_pass_configs(_CONFIGS)
         with T.Kernel(blocks, threads=384) as block:
             q_s = T.alloc_shared((2, C, KH), dtype)
             k_s = T.alloc_shared((2, C, KH), dtype)
-            s_s = T.alloc_shared((2, VB, KH), dtype)
-            ds_s = T.alloc_shared((2, VB, KH), dtype)
-            x_s = T.alloc_shared((2, C, VB), dtype)
-            dr_s = T.alloc_shared((2, C, VB), dtype)
-            do_s = T.alloc_shared((2, C, VB), dtype)
-            pairs_s = T.alloc_shared((2, C, C), dtype)
+            v_s = T.alloc_shared((NP, C, 64), dtype)
+            s_s = T.alloc_shared((2, NP, 64, KH), dtype)
+            ds_s = T.alloc_shared((2, NP, 64, KH), dtype)
+            x_s = T.alloc_shared((2, NP, C, 64), dtype)
+            dr_s = T.alloc_shared((2, NP, C, 64), dtype)
+            do_s = T.alloc_shared((2, NP, C, 64), dtype)
+            pairs_s = x_s if NP == 2 else T.alloc_shared((1, 2, C, C), dtype)
             ones_s = T.alloc_shared((C, C), "bfloat16")
-            vec_s = T.alloc_shared((2, 5, C), "float32")
+            vec_s = T.alloc_shared((2, 4, C), "float32")
             dg_s = T.alloc_shared((2, 8, C), "float32")
-            db_s = T.alloc_shared((2, 5, C), "float32")
+            db_s = T.alloc_shared((2, 2, C), "float32")
+            sums_s = T.alloc_shared((2, 2, C), "float32")
 
             raw_qk = T.alloc_barrier(arrive_count=[32])
             ready_qk = T.alloc_barrier(arrive_count=[32])
             empty_qk = T.alloc_barrier(arrive_count=[256])
             raw_rows = T.alloc_barrier(arrive_count=[32] * 2)
             ready_rows = T.alloc_barrier(arrive_count=[32] * 2)
-            empty_rows = T.alloc_barrier(arrive_count=[256] * 2)
+            empty_rows = T.alloc_barrier(arrive_count=[320] * 2)
             full_s = T.alloc_barrier(arrive_count=[32])
-            empty_s = T.alloc_barrier(arrive_count=[256])
+            empty_s = T.alloc_barrier(arrive_count=[320])
             full_ds = T.alloc_barrier(arrive_count=[32])
-            empty_ds = T.alloc_barrier(arrive_count=[256])
+            empty_ds = T.alloc_barrier(arrive_count=[320])
+            full_v = T.alloc_barrier(arrive_count=[32])
+            empty_v = T.alloc_barrier(arrive_count=[64])
+            summed = T.alloc_barrier(arrive_count=[64] * 2)
             both = T.alloc_barrier(arrive_count=[256] * 2)
+            staged = T.alloc_barrier(arrive_count=[128] * 2)
 
             units = T.max(T.ceildiv(slots * H - block, blocks), 0)
             where = (cu_seqlens, offsets - 1, steps)
@@ -410,28 +503,35 @@ def gradients(
                 ones_s[s, j] = T.Select(s < j, T.cast(1, "bfloat16"), T.cast(0, "bfloat16"))
             T.fence_proxy_async()
             T.sync_threads()
-            tensors = (v, dq, dk, dg, dbeta)
-            tiles = (q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s)
-            rings = (ready_qk, empty_qk, ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, both)
+            tensors = (dq, dk, dg, dbeta)
+            tiles = (q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s, sums_s)
+            states_rings = (full_s, empty_s, full_ds, empty_ds)
+            rings = (ready_qk, empty_qk, ready_rows, empty_rows, *states_rings, summed, both, staged)
             tx = T.get_thread_binding()
             if tx < 128:
                 T.set_max_nreg(with_products, 1)
-                products(0, units, block, blocks, where, tensors, scale, tiles, rings)
+                products(0, units, block, blocks, where, (has_initial, has_final), tensors, scale, tiles, rings)
             elif tx < 256:
                 T.set_max_nreg(with_products, 1)
-                products(1, units, block, blocks, where, tensors, scale, tiles, rings)
+                products(1, units, block, blocks, where, (has_initial, has_final), tensors, scale, tiles, rings)
             else:
                 T.set_max_nreg(with_copies, 0)
                 if tx < 288:
                     load(
-                        units, block, blocks, where, (q, k, x, dr, d_o, states, d_states),
-                        (q_s, k_s, s_s, ds_s, x_s, dr_s, do_s),
-                        (raw_qk, empty_qk, raw_rows, empty_rows, full_s, empty_s, full_ds, empty_ds),
+                        units, block, blocks, where, (q, k, v, x, dr, d_o, states, d_states),
+                        (q_s, k_s, v_s, s_s, ds_s, x_s, dr_s, do_s),
+                        (raw_qk, empty_qk, raw_rows, empty_rows, *states_rings, full_v, empty_v),
                     )  # fmt: skip
                 elif tx < 320:
                     make_ready(
                         units, block, blocks, where, (g_cumsum, beta), (q_s, k_s, do_s, vec_s),
                         (raw_qk, ready_qk, raw_rows, ready_rows),
+                    )  # fmt: skip
+                else:
+                    add_up(
+                        units, block, blocks, where, (initial, d_final, has_initial, has_final),
+                        (s_s, ds_s, dr_s, v_s, vec_s, sums_s),
+                        (ready_rows, empty_rows, *states_rings, full_v, empty_v, summed),
                     )  # fmt: skip
 
     return gated_delta_rule_gradients

@@ -201,6 +201,7 @@ def walks(
         by_state = T.alloc_fragment((64, C), "float32")
         dx = T.alloc_fragment((64, C), "float32")
         dx_operand = T.alloc_fragment((64, C), dtype)
+        dx_rest = T.alloc_fragment((64, C), dtype)
         dr = T.alloc_fragment((64, C), "float32")
         dr_operand = T.alloc_fragment((64, C), dtype)
         do_operand = T.alloc_fragment((64, C), dtype)
@@ -239,6 +240,10 @@ def walks(
                 dx[v, t] += to_end[t] * by_state[v, t]
             T.copy(dx, dx_operand)
             T.wgmma_gemm(dx_operand, m_s[stage, :, :], dr, clear_accum=True, policy=_ROWS)
+            # In two parts: dr goes into dbeta, and nothing there makes up for what it lacks.
+            for v, t in T.Parallel(64, C):
+                dx_rest[v, t] = dx[v, t] - T.cast(dx_operand[v, t], "float32")
+            T.wgmma_gemm(dx_rest, m_s[stage, :, :], dr, policy=_ROWS)
             for t in T.Parallel(C):
                 by_query[t] = d_s[stage, 0, t]
             for v, t in T.Parallel(64, C):

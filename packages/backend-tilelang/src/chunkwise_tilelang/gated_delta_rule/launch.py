@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from chunkwise.verifier.facts import Facts
-from chunkwise_tilelang.gated_delta_rule.kernels import solve
-from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
-from chunkwise_tilelang.gated_delta_rule.kernels_split_sm90 import compose, summarise
 from chunkwise_tilelang.gated_delta_rule.schedules import SUMMARY_REGISTERS, Schedule
-from chunkwise_tilelang.tiles.l2norm import l2_normalise
 from chunkwise_tilelang.toolkit import compile as compiling
+
+# By name: importing TileLang takes longer than loading what an earlier process compiled.
+SOLVE = "chunkwise_tilelang.gated_delta_rule.kernels:solve"
+FUSED = "chunkwise_tilelang.gated_delta_rule.kernels_sm90:fused"
+SUMMARISE = "chunkwise_tilelang.gated_delta_rule.kernels_split_sm90:summarise"
+COMPOSE = "chunkwise_tilelang.gated_delta_rule.kernels_split_sm90:compose"
+L2_NORMALISE = "chunkwise_tilelang.tiles.l2norm:l2_normalise"
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -40,16 +43,16 @@ def split_work(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> li
     both = {name: sizes[name] for name in ("value_heads", "key_width", "value_width")}
     tiles = {"groups": schedule.summary_groups, "stages": schedule.stages, "registers": SUMMARY_REGISTERS}
     return [
-        (summarise, {**sizes, **tiles, "dtype": dtype, "ragged": ragged}),
-        (compose, {**both, "directions": 1, "ragged": ragged}),
+        (SUMMARISE, {**sizes, **tiles, "dtype": dtype, "ragged": ragged}),
+        (COMPOSE, {**both, "directions": 1, "ragged": ragged}),
     ]
 
 
 @lru_cache(maxsize=256)
 def _launchers(schedule: Schedule, device: int, shape: Shape, dtypes: tuple[str, str, str], ragged: bool) -> Any:
     return (
-        compiling.kernel(solve, device, **_solve_constants(shape, dtypes, ragged)),
-        compiling.kernel(fused, device, **fused_constants(schedule, shape, dtypes[0], ragged)),
+        compiling.kernel(SOLVE, device, **_solve_constants(shape, dtypes, ragged)),
+        compiling.kernel(FUSED, device, **fused_constants(schedule, shape, dtypes[0], ragged)),
     )
 
 
@@ -67,7 +70,7 @@ def _never_read(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
 def _normalised(x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     width = x.shape[-1]
-    launch = compiling.kernel(l2_normalise, x.device, width=width, dtype=_DTYPES[x.dtype])
+    launch = compiling.kernel(L2_NORMALISE, x.device, width=width, dtype=_DTYPES[x.dtype])
     launch(x.view(-1, width), y.view(-1, width))
     return y
 
@@ -156,11 +159,11 @@ def forward_work(schedule: Schedule, facts: Facts) -> list[compiling.Work]:
     activations, gates, betas = (_SHORT[facts.dtypes[name]] for name in ("v", "g", "beta"))
     ragged = bool(facts.flag("ragged"))
     work: list[compiling.Work] = [
-        (solve, _solve_constants(shape, (activations, gates, betas), ragged)),
-        (fused, fused_constants(schedule, shape, activations, ragged)),
+        (SOLVE, _solve_constants(shape, (activations, gates, betas), ragged)),
+        (FUSED, fused_constants(schedule, shape, activations, ragged)),
     ]
     if schedule.segment:
         work += split_work(schedule, shape, activations, ragged)
     if facts.flag("use_qk_l2norm_in_kernel"):
-        work.append((l2_normalise, {"width": key_width, "dtype": activations}))
+        work.append((L2_NORMALISE, {"width": key_width, "dtype": activations}))
     return work

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from chunkwise.verifier.facts import Facts
 from chunkwise_tilelang.gated_delta_rule import launch, schedules_backward
-from chunkwise_tilelang.gated_delta_rule.kernels_gradients_sm90 import gradients
-from chunkwise_tilelang.gated_delta_rule.kernels_passes_sm90 import passes
-from chunkwise_tilelang.gated_delta_rule.kernels_split_sm90 import compose
-from chunkwise_tilelang.gated_delta_rule.kernels_summaries_sm90 import summarise_passes
 from chunkwise_tilelang.gated_delta_rule.launch import _DTYPES, _SHORT, Shape, _never_read, _normalised, slots_of
 from chunkwise_tilelang.gated_delta_rule.schedules import CHUNK, Schedule
-from chunkwise_tilelang.tiles.l2norm import l2_normalise_backward
 from chunkwise_tilelang.toolkit import compile as compiling
+
+GRADIENTS = "chunkwise_tilelang.gated_delta_rule.kernels_gradients_sm90:gradients"
+PASSES = "chunkwise_tilelang.gated_delta_rule.kernels_passes_sm90:passes"
+SUMMARISE_PASSES = "chunkwise_tilelang.gated_delta_rule.kernels_summaries_sm90:summarise_passes"
+L2_NORMALISE_BACKWARD = "chunkwise_tilelang.tiles.l2norm:l2_normalise_backward"
 
 _SIZES = ("heads", "value_heads", "key_width", "value_width")
 
@@ -38,8 +38,8 @@ def split_work(shape: Shape, dtype: str, beta_dtype: str, ragged: bool) -> list[
     tiles = {"stages": schedules_backward.PASSES_STAGES[1], "registers": schedules_backward.PASSES_REGISTERS[1]}
     both = {name: sizes[name] for name in _SIZES[1:]}
     return [
-        (summarise_passes, {**sizes, **tiles, "dtype": dtype, "beta_dtype": beta_dtype, "ragged": ragged}),
-        (compose, {**both, "directions": 2, "ragged": ragged}),
+        (SUMMARISE_PASSES, {**sizes, **tiles, "dtype": dtype, "beta_dtype": beta_dtype, "ragged": ragged}),
+        (launch.COMPOSE, {**both, "directions": 2, "ragged": ragged}),
     ]
 
 
@@ -55,8 +55,8 @@ def _work(
 ) -> list[compiling.Work]:
     activations, _, betas = dtypes
     return [
-        (gradients, gradients_constants(shape, dtypes, grad_dtype, ragged)),
-        (passes, passes_constants(groups, segmented, shape, activations, betas, ragged)),
+        (GRADIENTS, gradients_constants(shape, dtypes, grad_dtype, ragged)),
+        (PASSES, passes_constants(groups, segmented, shape, activations, betas, ragged)),
         *(split_work(shape, activations, betas, ragged) if segmented else ()),
     ]
 
@@ -111,7 +111,8 @@ def backward(
     passed = _passes(launchers, segment, (q, k, d_o), inputs, residuals.tensors, ends, state_shape)
     found = {"v": passed.dv} if d_initial is None else {"v": passed.dv, "initial_state": d_initial}
     if needs - {"initial_state", "v"}:
-        found |= _products(run_gradients, (q, k, d_o), inputs, residuals.tensors["g_cumsum"], passed, sequences)
+        saved, ends = residuals.tensors["g_cumsum"], (inputs.initial_state, d_final)
+        found |= _products(run_gradients, (q, k, d_o), inputs, saved, ends, passed, state_shape)
     if norm:
         for name in needs & {"q", "k"}:
             found[name] = _through_norm(getattr(inputs, name), found[name])
@@ -168,8 +169,8 @@ def _segment_ends(
 
 
 def _products(
-    kernel: compiling.Launcher, rows: tuple[Tensor, Tensor, Tensor], inputs: Any, g_cumsum: Tensor, passed: _Passed,
-    sequences: int,
+    kernel: compiling.Launcher, rows: tuple[Tensor, Tensor, Tensor], inputs: Any, g_cumsum: Tensor,
+    ends: tuple[Tensor | None, Tensor | None], passed: _Passed, state_shape: tuple[int, ...],
 ) -> dict[str, Tensor]:  # fmt: skip
     """dq and dk, of the normalised rows in fp32 where they are normalised, dg and dbeta."""
     q, k, d_o = rows
@@ -178,10 +179,14 @@ def _products(
     found = {"q": _rows(q, offsets, wide), "k": _rows(k, offsets, wide)}
     found |= {name: _rows(getattr(inputs, name), offsets) for name in ("g", "beta")}
     where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
+    absent = _never_read(v.device, torch.float32, (1, *state_shape[1:]))
+    initial, d_final = (absent if state is None else state for state in ends)
     units = passed.x.shape[0] * k.shape[2]
     kernel(
-        q, k, v, g_cumsum, inputs.beta, d_o, where, *passed[:4], *(found[name] for name in ("q", "k", "g", "beta")),
-        inputs.scale, sequences.bit_length(), min(units, _multiprocessors(v.device.index)),
+        q, k, v, g_cumsum, inputs.beta, d_o, where, initial, d_final, *passed[:4],
+        *(found[name] for name in ("q", "k", "g", "beta")),
+        inputs.scale, state_shape[0].bit_length(), min(units, _multiprocessors(v.device.index)),
+        *(int(state is not None) for state in ends),
     )  # fmt: skip
     return found
 
@@ -194,7 +199,7 @@ def _rows(like: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None
 def _through_norm(x: Tensor, dy: Tensor) -> Tensor:
     dx = torch.empty_like(x)
     width = x.shape[-1]
-    kernel = compiling.kernel(l2_normalise_backward, x.device, width=width, dtype=_DTYPES[x.dtype])
+    kernel = compiling.kernel(L2_NORMALISE_BACKWARD, x.device, width=width, dtype=_DTYPES[x.dtype])
     kernel(x.view(-1, width), dy.view(-1, width), dx.view(-1, width))
     return dx
 
@@ -212,5 +217,5 @@ def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
         grad_dtype = "float32" if norm else dtypes[0]
         work += _work(groups, segment > 0, shape, dtypes, grad_dtype, bool(facts.flag("ragged")))
         if norm:
-            work.append((l2_normalise_backward, {"width": shape[2], "dtype": dtypes[0]}))
+            work.append((L2_NORMALISE_BACKWARD, {"width": shape[2], "dtype": dtypes[0]}))
     compiling.build(work, torch.cuda.current_device())

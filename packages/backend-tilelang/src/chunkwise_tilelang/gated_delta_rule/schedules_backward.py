@@ -14,7 +14,7 @@ PASSES_REGISTERS = schedules.REGISTERS
 PASSES_STAGES = {1: 3, 2: 2}
 """Chunks that a pass loads ahead, by groups: two groups leave no shared memory for more."""
 
-GRADIENTS_REGISTERS = (232, 40)
+GRADIENTS_REGISTERS = (224, 56)
 """Of a thread that computes gradients, and of one that loads for it, out of 168 for each of 384."""
 
 _BARRIERS_BYTES = 1024
@@ -110,10 +110,14 @@ def value_block(value_width: int) -> int:
 
 
 def gradients_bytes(key_width: int, value_width: int) -> int:
-    """Shared memory of the gradients: q and k; S and dS'; x, dr, do twice; three [C, C]; eighteen fp32 rows, twice."""
+    """Shared memory of the gradients: q, k and v; S and dS'; x, dr, do twice; [C, C]; sixteen fp32 rows, twice.
+
+    The gradients of the scores, two more [C, C], take the place of x where that is wide enough.
+    """
     chunk, width = schedules.CHUNK, value_block(value_width)
-    tiles = 2 * chunk * key_width + 2 * width * key_width + 2 * 3 * chunk * width + 3 * chunk * chunk
-    return 2 * tiles + 2 * 18 * 4 * chunk + _BARRIERS_BYTES
+    rows = 2 * chunk * key_width + chunk * width + 2 * 3 * chunk * width
+    tiles = rows + 2 * width * key_width + (1 if width == 2 * chunk else 3) * chunk * chunk
+    return 2 * tiles + 2 * 16 * 4 * chunk + _BARRIERS_BYTES
 
 
 def backward_bytes(key_width: int, value_width: int) -> int:

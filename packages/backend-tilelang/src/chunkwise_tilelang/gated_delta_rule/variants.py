@@ -22,7 +22,7 @@ _SPILL_BYTES = {1: 0, 2: 400}
 
 _PASSES_SPILL_BYTES = {1: 32, 2: 500}
 # A score matrix's gradient lies in memory between value heads: NOTES.md.
-_GRADIENTS_SPILL_BYTES = 1600
+_GRADIENTS_SPILL_BYTES = 1400
 
 # Of the solving kernel by the value heads that it takes together, with K = 128; no schedule chooses between them.
 _SOLVE_BYTES = {1: 16_896, 2: 20_480}

@@ -66,6 +66,23 @@ def chunk_rows(slot, cu_seqlens, sequences, steps, rows, chunk_size, ragged):
 
 
 @T.macro
+def chunk_ends(slot, cu_seqlens, sequences, steps, rows, chunk_size, ragged):
+    """Sequence of the chunk in a slot; 1 or 0 for whether it is the first one there, and whether it is the last."""
+    n, opens, closes = (T.alloc_var("int32") for _ in range(3))
+    if ragged:
+        n = owner_of(slot, cu_seqlens, sequences, steps, rows, chunk_size)
+        begin, end = first_and_end(cu_seqlens, n, rows)
+        index = slot - begin // chunk_size - n
+        opens = T.Select(index == 0, 1, 0)
+        closes = T.Select(begin + (index + 1) * chunk_size >= end, 1, 0)
+    else:
+        n = slot // T.ceildiv(rows, chunk_size)
+        opens = T.Select(slot % T.ceildiv(rows, chunk_size) == 0, 1, 0)
+        closes = T.Select((slot + 1) % T.ceildiv(rows, chunk_size) == 0, 1, 0)
+    return n, opens, closes
+
+
+@T.macro
 def segment_rows(slot, cu_seqlens, sequences, steps, rows, chunk_size, chunks, ragged):
     """Sequence, first row, number of rows and first chunk's slot of the segment of ``chunks`` chunks in a slot.
 

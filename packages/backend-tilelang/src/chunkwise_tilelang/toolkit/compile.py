@@ -7,6 +7,9 @@ A builder is a plain function of compile-time constants, all keyword arguments, 
 Callers pass every tensor, the outputs too; a kernel allocates nothing. A launcher is TVM's compiled function itself,
 without the Python that TileLang puts around it, which takes longer than the launch.
 
+Callers whose first call should be quick name a builder as ``module:function``: it is imported, and TileLang with it,
+only where no earlier process has compiled the kernel (:mod:`.remembered`).
+
 Kernels are kept in TileLang's cache on disk. It is safe under many processes and under a kill half-way (an entry is
 written aside and renamed, and its hashes are checked when it is read), but its keys leave out which compiler built an
 entry: that is why the flags of every kernel name the compiler. Processes that want the same kernel wait for the first.
@@ -30,12 +33,13 @@ import filelock
 import torch
 
 from chunkwise.errors import CompileFailure
-from chunkwise_tilelang.toolkit import discover, nvrtc, nvrtc_build
+from chunkwise.verifier.implementation import resolve
+from chunkwise_tilelang.toolkit import discover, nvrtc, nvrtc_build, remembered
 from chunkwise_tilelang.toolkit.arch import dotted, target
 from chunkwise_tilelang.toolkit.discover import Candidate
 from chunkwise_tilelang.toolkit.stubs import compile_flags
 
-Builder = Callable[..., Any]
+Builder = Callable[..., Any] | str
 Launcher = Callable[..., None]
 Work = tuple[Builder, dict[str, Any]]
 
@@ -57,7 +61,7 @@ def kernel(builder: Builder, device: torch.device | int, **constants: Any) -> La
     the current stream of the device, which need not be the current one. Keep it: finding it again costs a microsecond.
 
     Args:
-        builder: returns the PrimFunc; its constants are hashable.
+        builder: returns the PrimFunc, or its ``module:function``; its constants are hashable.
         device: a CUDA device with its index; the architecture is taken from it.
         constants: the builder's keyword arguments.
 
@@ -108,11 +112,16 @@ def _on_device(compiled: Any, index: int) -> Launcher:
 
 
 def _compile(builder: Builder, arch: str, constants: dict[str, Any]) -> Any:
+    known = _flags_without_tilelang(arch)
+    note = remembered.name_of(*_place(builder), constants, arch, known, PASS_CONFIGS) if known else None
+    if note is not None and (found := remembered.find(note)) is not None:
+        return found
     flags = flags_for(arch)
     import tilelang
 
+    function = resolve(builder) if isinstance(builder, str) else builder
     with _tracing:
-        traced = builder(**constants)
+        traced = function(**constants)
     if traced.attrs and "tilelang_out_idx" in traced.attrs:
         raise ValueError(f"{_named(builder, constants)} allocates an output; take every output as a parameter")
     try:
@@ -124,9 +133,17 @@ def _compile(builder: Builder, arch: str, constants: dict[str, Any]) -> Any:
                 pass_configs=dict(PASS_CONFIGS),
                 compile_flags=list(flags),
             )
-            return _entry(built)
+            entry = _entry(built)
     except (RuntimeError, ValueError, TypeError, AssertionError, OSError, subprocess.SubprocessError) as cause:
         raise CompileFailure(f"{_named(builder, constants)} for {arch}: {_said(cause)}") from cause
+    if note is not None and flags == known:
+        remembered.keep(note, _library(built))
+    return entry
+
+
+def _library(built: Any) -> Path:
+    """The linked library of what TileLang returns, in its cache."""
+    return Path(getattr(built, "_tilelang_cache_path", None) or "") / "executable.so"
 
 
 def _entry(built: Any) -> Any:
@@ -135,7 +152,7 @@ def _entry(built: Any) -> Any:
     if hasattr(executable, "jit"):  # not read from disk: take the library that was just linked, or link one
         from tilelang import tvm
 
-        library = Path(getattr(built, "_tilelang_cache_path", "")) / "executable.so"
+        library = _library(built)
         executable = tvm.runtime.load_module(str(library)) if library.is_file() else executable.jit()
     return executable.get_function("main", query_imports=True)
 
@@ -154,9 +171,21 @@ def flags_for(arch: str) -> tuple[str, ...]:
     if compiler is None:
         finding = discover.probe_compiler([family])
         raise CompileFailure(f"nothing compiles for {arch}: {finding.found}; {finding.fix}")
+    if not isinstance(compiler, Candidate):
+        nvrtc_build.install()
+    return _flags_of(compiler)
+
+
+@cache
+def _flags_without_tilelang(arch: str) -> tuple[str, ...]:
+    """The flags that :func:`flags_for` will find, unless TileLang prefers another nvcc than is seen without it."""
+    compiler = discover.choose(arch.replace("_", "").rstrip("a"))
+    return () if compiler is None else _flags_of(compiler)
+
+
+def _flags_of(compiler: Candidate | nvrtc.Nvrtc) -> tuple[str, ...]:
     if isinstance(compiler, Candidate):
         return (*map(shlex.quote, compile_flags("nvcc")), f"-DCHUNKWISE_TOOLKIT=nvcc_{_identity(compiler)}")
-    nvrtc_build.install()
     headers = "_".join(dotted(nvrtc.header_version(compiler.includes[0])).split("."))
     mark = f"{nvrtc_build.MARK}_{'_'.join(map(str, compiler.version or ()))}_{headers}_{_hashed(*compiler.includes)}"
     return (*map(shlex.quote, compile_flags("nvrtc")), mark)
@@ -198,8 +227,16 @@ def _alone(kernel_text: str) -> Iterator[None]:
             lock.release()
 
 
+def _place(builder: Builder) -> tuple[str, str]:
+    """Module and name of a builder."""
+    if isinstance(builder, str):
+        module, _, name = builder.partition(":")
+        return module, name
+    return builder.__module__, builder.__qualname__
+
+
 def _named(builder: Builder, constants: dict[str, Any]) -> str:
-    return f"{builder.__module__}.{builder.__qualname__}({', '.join(f'{k}={v!r}' for k, v in constants.items())})"
+    return f"{'.'.join(_place(builder))}({', '.join(f'{k}={v!r}' for k, v in constants.items())})"
 
 
 def _said(cause: BaseException) -> str:

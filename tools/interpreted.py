@@ -1,7 +1,8 @@
 """Runs the parity suite of the Triton backend on Triton's interpreter, which must be chosen before triton is imported.
 
 By default a covering selection of a few minutes: every declared case in fp32 and fp16, ragged offsets, padding,
-splitting, gradient subsets, equal bits. Arguments go to pytest instead (``-k ...``).
+splitting, gradient subsets, equal bits; gates of every depth and parallel keys in bf16, where what cancels shows first.
+Arguments go to pytest instead (``-k ...``).
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ ATTENTION = "triton.blocked and not torch.blocked and TestAccuracy and fp16 and 
 ALONE = "not torch.chunkwise and not centred+triton and not robust+triton"
 FP32_ALONE = "(triton.robust-dplr-wy16 or triton.centred-dplr-wy32 or triton.split-gla64)"
 LEAN = "(triton.split-gdn-wy64 or triton.split-simple-gla64) and not torch.chunkwise"
+OF_64 = "(triton.robust-dplr-wy64 or triton.centred-dplr-wy64 or triton.split or triton.fused) and not states64"
+BF16 = (
+    f"bf16-mixed and {ALONE} and (test_gates and {OF_64} or test_parallel_keys and triton.split and wy64"
+    " or TestAccuracy and triton.blocked and not torch.blocked and (more-keys or more-queries))"
+)
 COVERING = (
     "(TestAccuracy and triton.split and not torch.chunkwise and not chunk_gla and (fp32 or fp16)"
     f" or TestAccuracy and {FP32_ALONE} and fp32 and {ALONE}"
     f" or {LEAN} and ((test_offsets or test_padding_holds_nan) and fp32 or test_public_backward"
     " or test_absent_gradient or test_final_state_is_fresh or test_token_by_token or test_opcheck)"
-    f" or {ATTENTION})"
+    f" or {ATTENTION} or {BF16})"
 )
 
 

@@ -3,13 +3,17 @@
 Options: ``--backend NAME`` (generate the suite for these backends only), ``--parity-report FILE`` (write the parity
 matrix as FILE.json and FILE.md), ``--compile-first`` (build the kernels of all collected cells before the first test).
 
+Under ``TRITON_INTERPRET=1`` a file that asks for the suite has Triton's interpreter mended for bf16, in its process.
+
 Tests that need a GPU carry the marker ``gpu``; without one they are deselected and counted at the end, never skipped.
 Nothing here imports torch before a test file asks for the suite.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +67,8 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[py
 
     if hasattr(collector.config, "workerinput"):
         torch.set_num_threads(1)
+    if _interpreting():
+        _mend_interpreter()
     classes = generate(obj)
     for class_name, cls in classes.items():
         setattr(collector.obj, class_name, cls)
@@ -90,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _lacking(item: pytest.Item) -> str | None:
     if item.get_closest_marker("gpu") and not _has_gpu():
         return NEEDS["gpu"]
-    interpreting = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    interpreting = _interpreting()
     if item.get_closest_marker("interpreter") and not interpreting:
         return NEEDS["interpreter"]
     if interpreting and _device_of(item) == "cpu":
@@ -110,6 +116,20 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return
     with fitted_to(subject.pair, subject.torch_device, cell=cell is not None):
         yield
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _mend_interpreter() -> None:
+    """Let Triton's interpreter, where there is one, compute bf16 as a GPU does."""
+    if any(importlib.util.find_spec(name) is None for name in ("triton", "numpy")):
+        return
+    from chunkwise_testing import interpreter
+
+    if not interpreter.mend():
+        warnings.warn("Triton's interpreter computes bf16 wrongly, and could not be mended", stacklevel=2)
 
 
 def _has_gpu() -> bool:

@@ -111,8 +111,8 @@ def backward(
     passed = _passes(launchers, segment, (q, k, d_o), inputs, residuals.tensors, ends, state_shape)
     found = {"v": passed.dv} if d_initial is None else {"v": passed.dv, "initial_state": d_initial}
     if needs - {"initial_state", "v"}:
-        saved, ends = residuals.tensors["g_cumsum"], (inputs.initial_state, d_final)
-        found |= _products(run_gradients, (q, k, d_o), inputs, saved, ends, passed, state_shape)
+        sums = residuals.tensors["g_cumsum"]
+        found |= _products(run_gradients, (q, k, d_o), inputs, sums, ends[:2], passed, state_shape)
     if norm:
         for name in needs & {"q", "k"}:
             found[name] = _through_norm(getattr(inputs, name), found[name])

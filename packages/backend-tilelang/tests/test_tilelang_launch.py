@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -73,12 +77,41 @@ def test_a_kernel_by_nvrtc(samples: ModuleType, monkeypatch: pytest.MonkeyPatch)
     assert found.rejected is None
     monkeypatch.setattr(discover, "choose", lambda arch: found)
     x, y = rows(width=96)
-    compiling.flags_for.cache_clear()
+    forget_compilers()
     try:
         compiling.kernel(samples.add, x.device, width=96)(x, y, 1.0)
     finally:
-        compiling.flags_for.cache_clear()
+        forget_compilers()
     torch.testing.assert_close(y, x + 1.0, rtol=0, atol=0)
+
+
+def forget_compilers() -> None:
+    compiling.flags_for.cache_clear()
+    compiling._flags_without_tilelang.cache_clear()
+
+
+EARLIER = """
+import sys
+import torch
+from chunkwise_tilelang.toolkit import compile
+A, B = torch.randn(100, 256, device="cuda").bfloat16(), torch.randn(256, 256, device="cuda").bfloat16()
+C = torch.full((100, 256), torch.nan, device="cuda")
+compile.kernel("kernel_samples:product", A.device, rows=64)(A, B, C)
+torch.testing.assert_close(C, A.float() @ B.float(), rtol=1e-3, atol=1e-3)
+print("tilelang imported:", "tilelang" in sys.modules)
+"""
+
+
+def test_a_kernel_of_an_earlier_process(tmp_path: Path) -> None:
+    """Loaded without TileLang it gives what it should."""
+    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "TILELANG_CACHE_DIR": str(tmp_path), "TILELANG_DISABLE_CACHE": "0", "PYTHONPATH": path}
+    for imported in (True, False):
+        ran = subprocess.run(
+            [sys.executable, "-c", EARLIER], capture_output=True, text=True, env=environment, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert f"tilelang imported: {imported}" in ran.stdout
 
 
 def cost_us(call: Callable[[], object], launches: int = 200, repeats: int = 20) -> float:

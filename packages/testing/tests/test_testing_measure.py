@@ -262,3 +262,26 @@ def test_missing_gradient_is_named():
 
 def test_offsets_argument():
     assert ragged_argument(OPS[OP].declaration).name == "cu_seqlens"
+
+
+@pytest.mark.parametrize(
+    ("op", "plan", "quantity", "of_fp32"),
+    [
+        ("chunk_gla", "bf16-mixed", "d_initial_state", True),  # exp(sum of g) dS: gates and states are fp32
+        ("chunk_gla", "bf16-mixed", "final_state", False),  # k and v
+        ("chunk_gla", "bf16-mixed", "d_k", False),  # an output in bf16
+        ("chunk_gla", "bf16", "d_initial_state", False),  # gates in bf16
+        ("chunk_delta_rule", "bf16-mixed", "d_initial_state", False),  # k
+    ],
+)
+def test_the_budget_of_a_quantity_that_no_16_bit_number_reaches(op, plan, quantity, of_fp32):
+    declaration = OPS[op].declaration
+    case = next(c for c in declaration.promises.cases if "initial_state" in c.present)
+    case = variant(case, options={**case.options, "output_final_state": True})
+    study = Sample(op, case, plan, loss=("final_state",)).study()
+    budget = declaration.promises.budget
+    dtype = study.expected.quantities()[quantity].dtype
+    assert dtype == torch.float64
+    returned = torch.bfloat16 if quantity == "d_k" else torch.float32
+    assert study._multiple(quantity, returned) == (budget.full if of_fp32 else budget.half)
+    assert budget.full > budget.half

@@ -58,12 +58,30 @@ class Study:
         expected, actual = self.expected.quantities(), result.quantities()
         if missing := expected.keys() - actual.keys():
             raise AssertionError(f"not returned: {', '.join(sorted(missing))}")
-        activations = self.call.tensors[self.call.declaration.tensors[0].name]
-        multiple = self.call.declaration.promises.budget.multiple(dtype_name(activations.dtype))
         return [
-            measure(name, actual[name], expected[name], self.changes[name], parts=self._parts(name), multiple=multiple)
+            measure(
+                *(name, actual[name], expected[name], self.changes[name]),
+                parts=self._parts(name),
+                multiple=self._multiple(name, actual[name].dtype),
+            )
             for name in sorted(expected)
         ]
+
+    def _multiple(self, quantity: str, dtype: torch.dtype) -> float:
+        """The budget of the activations' dtype; that of fp32 for an fp32 quantity that no 16-bit number reaches.
+
+        Such a one is ``exp(g_1 + ... + g_T) dS``: its loss is that of fp32 gates, whatever the activations are.
+        """
+        budget = self.call.declaration.promises.budget
+        given = [t for t in (*self.call.tensors.values(), *self.gradients.values()) if t is not None]
+        inputs = [t for t in given if t.is_floating_point()]
+        reached = any(
+            t.dtype != torch.float32 and bool(change.any())
+            for t, change in zip(inputs, self.changes[quantity], strict=True)
+        )
+        activations = self.call.tensors[self.call.declaration.tensors[0].name]
+        fp32 = dtype == torch.float32 and not reached
+        return budget.multiple("fp32" if fp32 else dtype_name(activations.dtype))
 
     def check(self, result: Result) -> list[Measure]:
         """The measures, where all are within budget; else AssertionError with those that are not."""

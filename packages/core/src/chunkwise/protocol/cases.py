@@ -76,7 +76,8 @@ class Budget:
     Args:
         half: for bf16 and fp16 activations. What rounding the inputs loses is far more than what fp32 sums lose.
         full: for fp32 activations, where the two are alike: a chunkwise form adds terms of a whole chunk that nearly
-            cancel, and the loss counts the rounding of the inputs alone.
+            cancel, and the loss counts the rounding of the inputs alone. It also holds for fp32 outputs and gradients
+            that no 16-bit number reaches, whatever the activations are.
     """
 
     half: float

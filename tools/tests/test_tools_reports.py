@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import _scaffold
+import evidence_rows
 import gen_docs
 import parity_matrix
 import pytest
 import remeasure
 import verify_wheels
 
-TOOLS = ("new_implementation", "new_backend", "gen_docs", "parity_matrix", "verify_wheels", "remeasure")
+TOOLS = (
+    *("new_implementation", "new_backend", "gen_docs", "parity_matrix", "verify_wheels"),
+    *("remeasure", "evidence_rows"),
+)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -319,3 +324,111 @@ def test_claims(
 def test_without_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert remeasure.main(["--packages", str(tmp_path)]) == 0
     assert "nothing to measure" in capsys.readouterr().out
+
+
+# --- evidence_rows ---------------------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+GLA = "triton/gla/centred"
+
+
+def score_file(path: Path, route: str = GLA, ours: float | None = 2.0, shape: str = "", **environment: str) -> Path:
+    """A score of one shape of chunk_gla in both modes, against fla-core and nobody."""
+    from chunkwise.ops import OPS
+    from chunkwise_testing.scorer.results import Figure, Row, Score
+
+    case = OPS["chunk_gla"].declaration.promises.benchmarks[0]
+    sides = (Figure("chunkwise", ours), Figure("fla-core", 3.00004), Figure("nobody", reason="it broke"))
+    words = {"forward": f"{route} (forward)", "forward+backward": f"{route}, residuals gla@1"}
+    rows = [
+        Row(shape or case.name, case.sizes, mode, "events", words[mode], 2, 1, 5, sides)
+        for mode in ("forward", "forward+backward")
+    ]
+    known = {"device": "NVIDIA H200", "arch": "sm90", "sm_count": "132", "date": "2026-01-02T03:04:05+00:00"}
+    known |= {"torch": "2.13.0", "triton": "3.7.1", "tilelang": "not installed", "cuda": "13.0", "commit": COMMIT}
+    known |= {"peer fla-core": "0.6.0 FLA_TILELANG=1", "peer nobody": "1.0", **environment}
+    path.write_text(Score("chunk_gla", "bf16-mixed", known, {}, rows=tuple(rows)).to_json(), encoding="utf-8")
+    return path
+
+
+def test_evidence_of_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from chunkwise.verifier.evidence import load
+
+    evidence, score = tmp_path / "evidence.json", score_file(tmp_path / "score.json")
+    assert evidence_rows.main([str(evidence), GLA, "fla-core", str(score)]) == 0
+    assert "2 rows" in capsys.readouterr().out
+    forward, both = load(evidence).values()
+    assert forward.name.endswith("-forward-events") and both.name.endswith("-forward+backward-events")
+    assert (forward.implementation, forward.against) == (GLA, "fla-core 0.6.0")
+    assert (forward.time_us, forward.against_us) == (2000.0, 3000.0)
+    assert (forward.gpu, forward.capability, forward.sm_count) == ("NVIDIA H200", "9.0", 132)
+    assert (forward.date, forward.commit) == ("2026-01-02", COMMIT[:7])
+    wanted = {"torch": "2.13.0", "triton": "3.7.1", "cuda": "13.0", "fla-core": "0.6.0 FLA_TILELANG=1"}
+    assert forward.versions == wanted
+    assert forward.facts["dtypes"] == {"q": "bf16", "k": "bf16", "v": "bf16", "g": "fp32"}
+    assert (forward.facts["needs"], both.facts["needs"]) == ([], ["q", "k", "v", "g"])
+
+
+def test_rows_of_a_name_are_replaced_and_others_kept(tmp_path: Path) -> None:
+    from chunkwise.verifier.evidence import load
+
+    path = stored(tmp_path, row())
+    score = str(score_file(tmp_path / "score.json"))
+    assert evidence_rows.main([str(path), GLA, "fla-core", score]) == 0
+    score_file(tmp_path / "score.json", ours=5.0)
+    assert evidence_rows.main([str(path), GLA, "fla-core", score]) == 0
+    assert evidence_rows.main([str(path), GLA, "fla-core", score, "--suffix=-again"]) == 0
+    rows = load(path)
+    assert len(rows) == 5 and rows["a-row"].time_us == 3.0
+    assert [r.time_us for name, r in rows.items() if name != "a-row"] == [5000.0] * 4
+
+
+def test_the_facts_of_evidence_are_those_of_a_new_score() -> None:
+    from chunkwise.ops import OPS
+    from chunkwise.verifier.evidence import load
+    from chunkwise_testing.scorer.results import Row, Score
+
+    files = remeasure.evidence_files(_scaffold.PACKAGES)
+    rows = [r for file in files for r in load(file).values() if r.against.startswith(("fla-core ", "flash-qla "))]
+    assert rows
+    for stored_row in rows:
+        shape, mode = re.fullmatch(r"(.*?)-(forward(?:\+backward)?)-.*", stored_row.name).groups()
+        op = remeasure._op_of(stored_row.implementation)
+        made = Row(shape, stored_row.facts["sizes"], mode, "events", "", 1, 1, 1, ())
+        assert op in OPS
+        assert evidence_rows.facts_of(Score(op, "bf16-mixed", {}, {}), made) == stored_row.facts, stored_row.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "code", "message"),
+    [
+        ({"commit": f"{COMMIT} dirty"}, [GLA, "fla-core"], 2, "its commit is .* dirty"),
+        ({"commit": "no checkout"}, [GLA, "fla-core"], 2, "name the one that was measured with --commit"),
+        ({"commit": "no checkout"}, [GLA, "fla-core", "--commit", "abcdef0"], 0, "2 rows"),
+        ({"shape": "h1@T64"}, [GLA, "fla-core"], 2, "h1@T64 is no benchmark shape of chunk_gla"),
+        ({}, [GLA, "flash-qla"], 2, "no times of flash-qla, only of fla-core, nobody"),
+        ({}, [GLA, "nobody"], 1, "left out: .*: one of the sides has no time"),
+        ({"ours": None}, [GLA, "fla-core"], 1, "one of the sides has no time"),
+        ({"route": "triton/gla/robust"}, [GLA, "fla-core"], 1, "left out: .*: triton/gla/robust ran"),
+    ],
+)
+def test_what_is_no_evidence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    arguments: list[str],
+    code: int,
+    message: str,
+) -> None:
+    evidence = tmp_path / "evidence.json"
+    (implementation, peer, *rest), score = arguments, score_file(tmp_path / "score.json", **changes)
+    assert evidence_rows.main([str(evidence), implementation, peer, str(score), *rest]) == code
+    printed = capsys.readouterr()
+    assert re.search(message, printed.out + printed.err)
+    assert evidence.exists() == (code == 0)
+
+
+def test_two_scores_of_one_row_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = [str(score_file(tmp_path / f"{i}.json")) for i in range(2)]
+    assert evidence_rows.main([str(tmp_path / "evidence.json"), GLA, "fla-core", *scores]) == 2
+    assert "1.json: another score has a row" in capsys.readouterr().err

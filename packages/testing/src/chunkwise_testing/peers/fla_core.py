@@ -66,7 +66,8 @@ FLA_CORE = Peer(
         ),
     ),
     # Its Triton backward refuses gates on Hopper, its TileLang one does not; and flash-qla, which it would call where
-    # it is installed, is a peer of its own here.
-    environment={"FLA_TILELANG": "1", "FLA_FLASH_QLA": "0"},
+    # it is installed, is a peer of its own here. Its tuners keep no choice on disk: one that is found there may have
+    # been made on a busy device, or on another one.
+    environment={"FLA_TILELANG": "1", "FLA_FLASH_QLA": "0", "FLA_CACHE_RESULTS": "0"},
     needs="'fla-core>=0.6' triton tilelang",
 )

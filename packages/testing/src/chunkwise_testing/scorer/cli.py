@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkwise.errors import ChunkwiseError
+from chunkwise_testing.scorer.queueing import WAIT_S, Place
 
 if TYPE_CHECKING:
     from chunkwise_testing.scorer.score import Request, Scorer
@@ -58,6 +59,11 @@ def parser_of() -> argparse.ArgumentParser:
     accuracy = "whose accuracy is shown; a peer that tunes itself at every new shape takes minutes there"
     parser.add_argument("--accuracy", choices=("all", "ours", "none"), default="all", help=accuracy)
     parser.add_argument("--cold", action="store_true", help="compile everything: all kernel caches in a fresh folder")
+    queue = "with --of: share DIR, a fresh local folder, with other benches: all compile at once, then time one by one"
+    parser.add_argument("--queue", type=Path, metavar="DIR", help=queue)
+    parser.add_argument("--of", type=_positive, metavar="N", help="so many benches share the queue")
+    wait = f"how long one that is ready waits for the others; who is late is left out (default {WAIT_S:g})"
+    parser.add_argument("--queue-wait", type=float, default=WAIT_S, metavar="S", help=wait)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the score to FILE, shape by shape")
     return parser
 
@@ -75,9 +81,23 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ChunkwiseError: what was asked for cannot be scored; the command line makes it exit code 2.
     """
-    arguments = parser_of().parse_args(list(argv))
-    with _caches(cold=arguments.cold) as caches:
-        return _score(arguments, caches)
+    parser = parser_of()
+    arguments = parser.parse_args(list(argv))
+    if (arguments.queue is None) != (arguments.of is None):
+        parser.error("--queue and --of go together")
+    with _place(arguments) as place, _caches(cold=arguments.cold) as caches:
+        return _score(arguments, caches, place)
+
+
+@contextlib.contextmanager
+def _place(arguments: argparse.Namespace) -> Iterator[Place | None]:
+    """The place in the queue, taken before anything that may fail: the others need not wait for who has ended."""
+    if arguments.queue is None:
+        yield None
+        return
+    with Place(arguments.queue, arguments.of, arguments.queue_wait) as place:
+        place.watch()
+        yield place
 
 
 @contextlib.contextmanager
@@ -102,12 +122,13 @@ def _caches(*, cold: bool) -> Iterator[str]:
             os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def _score(arguments: argparse.Namespace, caches: str) -> int:
+def _score(arguments: argparse.Namespace, caches: str, place: Place | None) -> int:
     from chunkwise_testing.scorer.provenance import environment_of
     from chunkwise_testing.scorer.render import render
 
     request = request_of(arguments)
     scorer = scorer_of(request)
+    scorer.place = place
     if arguments.json:
         file: Path = arguments.json
         scorer.keep = lambda so_far: file.write_text(so_far.to_json(), encoding="utf-8")

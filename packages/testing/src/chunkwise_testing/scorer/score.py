@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +32,16 @@ from chunkwise_testing.scorer.inputs import (
     reduced,
 )
 from chunkwise_testing.scorer.instruments import Instruments
+from chunkwise_testing.scorer.queueing import Place
 from chunkwise_testing.scorer.results import Accuracy, Figure, Once, Row, Score
 from chunkwise_testing.scorer.sides import Side, failures, in_words, ours, theirs
 from chunkwise_testing.scorer.timing import REPEATS, Reading, time_sides
+from chunkwise_testing.scorer.tuning import Tuners
 
 GRAPH = "graph"
 ACCURACY = ("all", "ours", "none")
 NO_BACKWARD_COST = "the declaration has the forward's cost only"
+SHARED = "not timed: other processes of the queue were at work"
 _GATE_TOKENS, _GATE_HEADS = 192, 2
 
 
@@ -85,6 +89,7 @@ class Scorer:
         rates: measures the device's rates; called once, behind the gate.
         progress: is told what is measured now.
         keep: is given the score so far, shape by shape.
+        place: in a queue of processes that warm up side by side; everything is timed in its turn.
     """
 
     request: Request
@@ -92,6 +97,8 @@ class Scorer:
     rates: Callable[[], Rates]
     progress: Callable[[str], object] = _ignored
     keep: Callable[[Score], object] = _ignored
+    place: Place | None = None
+    tuners: Tuners | None = None
     sides: list[Side] = field(default_factory=list)
     once: list[Once] = field(default_factory=list)
 
@@ -102,25 +109,62 @@ class Scorer:
             RefusedError: parity is red, could not be checked, or the route changed while it was timed.
             PeerError: a peer cannot be imported.
         """
-        request = self.request
-        for case in request.cases:  # a shape without a route is an error before anything is compiled
-            for mode in request.modes:
-                timed_of(self._facts(case, mode), request.route)
+        for case in self.request.cases:  # a shape without a route is an error before anything is compiled
+            for mode in self.request.modes:
+                timed_of(self._facts(case, mode), self.request.route)
+        if self.place is None:
+            return self._timed(self._untimed(environment))
+        with Tuners(self.instruments.synchronize) as self.tuners:
+            score = self._untimed(environment)
+            self.instruments.release()
+            self.instruments.synchronize()
+            self.progress("ready; waiting for the turn")
+            with self.place.turn() as words:
+                self.progress(words)
+                self.tuners.time_anew()
+                score = self._timed(dataclasses.replace(score, environment={**environment, "queue": words}))
+                self.instruments.release()
+        return score
+
+    def _untimed(self, environment: Mapping[str, str]) -> Score:
+        """What goes before the shapes: first calls, the gate, accuracy; in a queue each call that will be timed."""
         self._first_calls()
-        gate, rates = self._gate(), self.rates()
-        score = Score(
+        gate, request = self._gate(), self.request
+        if self.tuners is not None:
+            self._warm(self.tuners)  # before accuracy: a choice must be seen with the timed call that makes it
+        return Score(
             op=request.op.declaration.name,
             plan=request.plan.name,
             environment=environment,
-            rates=dataclasses.asdict(rates),
+            rates={},
             parity=tuple(gate.all_checks()),
             accuracy=tuple(self._accuracy()),
         )
-        for case in request.cases:
+
+    def _timed(self, score: Score) -> Score:
+        """The score with the rates and the rows of all shapes."""
+        rates = self.rates()
+        score = dataclasses.replace(score, rates=dataclasses.asdict(rates))
+        for case in self.request.cases:
             rows = tuple(self._rows(case, rates))
             score = dataclasses.replace(score, once=tuple(self.once), rows=(*score.rows, *rows))
+            if self.tuners is not None:
+                self.tuners.check()
+                score = dataclasses.replace(score, environment={**score.environment, "tuning": str(self.tuners)})
             self.keep(score)
         return score
+
+    def _warm(self, tuners: Tuners) -> None:
+        """Run every call that will be timed once, on one input set, and leave nothing on the device."""
+        request = self.request
+        tuners.forget()  # so that each call says what it chooses, and not only the first of its kind
+        for case in request.cases:
+            self.instruments.release()
+            sets = [draw_set(request.op, case, request.plan, request.device, seed=0)]
+            for mode in request.modes:
+                self.progress(f"warming {case.name}, {mode}")
+                self._ready(case, mode, sets)
+            del sets
 
     def _facts(self, case: Case, mode: str) -> Facts:
         return facts_of_case(self.request.op, case, self.request.plan, self.request.facts, mode)
@@ -135,7 +179,9 @@ class Scorer:
         self._first_calls_of(ours(request.op, request.route), case, inputs)
         for peer in request.peers:
             loaded = peer.load(request.op.declaration.name)
-            self.once.append(Once(peer.name, "import", "", "", loaded.import_s, "s"))
+            if self.tuners is not None:
+                self.tuners.take_over()
+            self._once_s(peer.name, "import", ("", ""), loaded.import_s)
             self._first_calls_of(theirs(request.op, loaded), case, inputs)
 
     def _first_calls_of(self, side: Side, case: Case, inputs: InputSet) -> None:
@@ -144,8 +190,17 @@ class Scorer:
             self.progress(f"first call of {side.name}, {mode}")
             value, reason = None, side.unsupported(self._facts(case, mode))
             if reason is None:
-                value, reason = self._first_call_s(side, inputs, mode)
-            self.once.append(Once(side.name, "first call", case.name, mode, value, "s", reason))
+                with self._tuning((case.name, mode, side.name)):
+                    value, reason = self._first_call_s(side, inputs, mode)
+            self._once_s(side.name, "first call", (case.name, mode), value, reason)
+
+    def _once_s(
+        self, side: str, what: str, call: tuple[str, str], value: float | None, reason: str | None = None
+    ) -> None:
+        """Note seconds; those taken beside other processes are none."""
+        if self.place is not None:
+            value, reason = None, reason or SHARED
+        self.once.append(Once(side, what, *call, value, "s", reason))
 
     def _first_call_s(self, side: Side, inputs: InputSet, mode: str) -> tuple[float | None, str | None]:
         run = side.run_of(inputs, mode)
@@ -243,21 +298,25 @@ class Scorer:
             reason = side.unsupported(self._facts(case, mode))
             own = [side.run_of(inputs, mode) for inputs in sets]
             if reason is None:
-                reason = self._failure(own)
+                reason = self._failure((case.name, mode, side.name), own)
             if reason is None:
                 runs[side.name] = own
             else:
                 reasons[side.name] = reason
         return runs, reasons
 
-    def _failure(self, runs: Sequence[Callable[[], object]]) -> str | None:
+    def _failure(self, call: Hashable, runs: Sequence[Callable[[], object]]) -> str | None:
         try:
-            for run in runs:
-                run()
-            self.instruments.synchronize()
+            with self._tuning(call):
+                for run in runs:
+                    run()
+                self.instruments.synchronize()
         except failures() as error:
             return in_words(error)
         return None
+
+    def _tuning(self, call: Hashable) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.tuners is None else self.tuners.call(call)
 
     def _peaks(self, case: Case, mode: str, runs: Runs, reasons: Mapping[str, str]) -> None:
         peak = self.instruments.peak_bytes

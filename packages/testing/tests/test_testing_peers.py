@@ -70,6 +70,11 @@ def test_a_peer_is_loaded_with_its_environment(library, monkeypatch):
     assert str(made) == "of unknown version FAKE_SET=1 FAKE_KEPT=the user's"
 
 
+def test_choices_of_fla_core_are_not_kept_on_disk(monkeypatch):
+    monkeypatch.delenv("FLA_CACHE_RESULTS", raising=False)
+    assert "FLA_CACHE_RESULTS=0" in str(PEERS["fla-core"])
+
+
 def test_import_failures_keep_their_cause(library):
     with pytest.raises(PeerError, match="fake_peer:absent cannot be imported here: AttributeError"):
         peer(function="fake_peer:absent").load(OP)

@@ -199,8 +199,11 @@ def test_a_queue_has_a_folder_and_a_number(capsys, given):
     assert "--queue and --of go together" in capsys.readouterr().err
 
 
-def test_a_bench_that_is_refused_has_ended_for_the_others(tmp_path, capsys):
+def test_a_bench_that_is_refused_has_ended_for_the_others(tmp_path, monkeypatch):
+    watched = []
+    monkeypatch.setattr(Place, "watch", watched.append)
     assert core_cli.main(["bench", OP, "--peer", "nobody", "--queue", str(tmp_path), "--of", "2"]) == 2
+    assert [place.wait_s for place in watched] == [queueing.WAIT_S]
     with Place(tmp_path, 2, 60.0) as other, other.turn() as words:
         assert words == "turn 1 of 1, 1 left out"
 
@@ -481,6 +484,24 @@ def test_no_score_of_a_choice_that_was_made_before_the_turn(scorer, tuner, as_tr
     with pytest.raises(TuningError, match="did not choose again"):
         made.run({})
     assert kept == []
+
+
+def test_calls_are_warmed_before_accuracy_makes_their_choices(scorer, tuner, as_tritons):
+    memo = {}
+
+    def function(**arguments):
+        batch = arguments["q"].shape[0]
+        if batch != 4 and batch not in memo:  # the first calls are of the other shape
+            memo[batch] = tuner.run(batch)
+        return exactly_ours(**arguments)
+
+    made, kept = scorer(function), []
+    cases = made.request.cases[::-1]
+    made.request = dataclasses.replace(made.request, modes=[FORWARD], accuracy="all", cases=cases)
+    made.keep = kept.append
+    with pytest.raises(TuningError, match="did not choose again"):
+        made.run({})
+    assert {row.shape for so_far in kept for row in so_far.rows} == {cases[0].name}
 
 
 def test_without_a_queue_tuners_are_left_alone(scorer, tuner, log, as_tritons):

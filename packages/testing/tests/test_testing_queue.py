@@ -201,7 +201,7 @@ def test_a_queue_has_a_folder_and_a_number(capsys, given):
 
 def test_a_bench_that_is_refused_has_ended_for_the_others(tmp_path, monkeypatch):
     watched = []
-    monkeypatch.setattr(Place, "watch", watched.append)
+    monkeypatch.setattr(Place, "watch", lambda place: watched.append(place))
     assert core_cli.main(["bench", OP, "--peer", "nobody", "--queue", str(tmp_path), "--of", "2"]) == 2
     assert [place.wait_s for place in watched] == [queueing.WAIT_S]
     with Place(tmp_path, 2, 60.0) as other, other.turn() as words:

@@ -199,6 +199,11 @@ def test_a_queue_has_a_folder_and_a_number(capsys, given):
     assert "--queue and --of go together" in capsys.readouterr().err
 
 
+def test_candidates_are_timed_anew_in_a_queue_only(capsys):
+    assert core_cli.main(["bench", OP, "--candidate-ms", "5"]) == 2
+    assert "--candidate-ms goes with --queue" in capsys.readouterr().err
+
+
 def test_a_bench_that_is_refused_has_ended_for_the_others(tmp_path, monkeypatch):
     watched = []
     monkeypatch.setattr(Place, "watch", lambda place: watched.append(place))
@@ -276,6 +281,26 @@ def test_candidates_run_once_untimed_until_the_turn(tuner, log):
         assert (log, tuner.cache) == (["timed"] * 2, {5: 2})
         assert str(tuners) == "2 candidates for 1 choices, timed in the turn"
     assert tuner.do_bench is tuner.benchmark
+
+
+def test_how_long_a_candidate_is_timed(tuner, log, monkeypatch):
+    asked = []
+
+    def do_bench(call, warmup, rep, quantiles):
+        call()
+        asked.append((warmup, rep))
+        return [1.0 / len(asked)] * len(quantiles)
+
+    monkeypatch.setitem(sys.modules, "triton.testing", types.SimpleNamespace(do_bench=do_bench))
+    with fake_tuners(candidate_ms=10) as tuners:
+        with tuners.call("a"):
+            tuner.run(5)
+        assert asked == []
+        tuners.time_anew()
+        with tuners.call("a"):
+            tuner.run(5)
+        assert (asked, log, tuner.cache) == ([(3, 10)] * 2, [], {5: 2})
+        assert str(tuners) == "2 candidates for 1 choices, timed in the turn, 10 ms each"
 
 
 def test_no_choice_is_kept_on_disk_by_tuners_old_or_new(tuner):

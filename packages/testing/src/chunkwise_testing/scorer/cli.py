@@ -64,6 +64,8 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--of", type=_positive, metavar="N", help="so many benches share the queue")
     wait = f"how long one that is ready waits for the others; who is late is left out (default {WAIT_S:g})"
     parser.add_argument("--queue-wait", type=float, default=WAIT_S, metavar="S", help=wait)
+    tuning = "with --queue: a peer that tunes itself times each candidate so long (default: as it does, 125 ms)"
+    parser.add_argument("--candidate-ms", type=_positive, metavar="MS", help=tuning)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the score to FILE, shape by shape")
     return parser
 
@@ -85,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(list(argv))
     if (arguments.queue is None) != (arguments.of is None):
         parser.error("--queue and --of go together")
+    if arguments.candidate_ms is not None and arguments.queue is None:
+        parser.error("--candidate-ms goes with --queue; without it peers tune themselves as they do")
     with _place(arguments) as place, _caches(cold=arguments.cold) as caches:
         return _score(arguments, caches, place)
 
@@ -128,7 +132,7 @@ def _score(arguments: argparse.Namespace, caches: str, place: Place | None) -> i
 
     request = request_of(arguments)
     scorer = scorer_of(request)
-    scorer.place = place
+    scorer.place, scorer.candidate_ms = place, arguments.candidate_ms
     if arguments.json:
         file: Path = arguments.json
         scorer.keep = lambda so_far: file.write_text(so_far.to_json(), encoding="utf-8")

@@ -90,6 +90,7 @@ class Scorer:
         progress: is told what is measured now.
         keep: is given the score so far, shape by shape.
         place: in a queue of processes that warm up side by side; everything is timed in its turn.
+        candidate_ms: there, how long a peer that tunes itself times each candidate; None: as it does.
     """
 
     request: Request
@@ -98,6 +99,7 @@ class Scorer:
     progress: Callable[[str], object] = _ignored
     keep: Callable[[Score], object] = _ignored
     place: Place | None = None
+    candidate_ms: int | None = None
     tuners: Tuners | None = None
     sides: list[Side] = field(default_factory=list)
     once: list[Once] = field(default_factory=list)
@@ -114,7 +116,7 @@ class Scorer:
                 timed_of(self._facts(case, mode), self.request.route)
         if self.place is None:
             return self._timed(self._untimed(environment))
-        with Tuners(self.instruments.synchronize) as self.tuners:
+        with Tuners(self.instruments.synchronize, candidate_ms=self.candidate_ms) as self.tuners:
             score = self._untimed(environment)
             self.instruments.release()
             self.instruments.synchronize()

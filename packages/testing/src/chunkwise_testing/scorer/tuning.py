@@ -38,12 +38,16 @@ class Tuners:
     Args:
         synchronize: waits for the device.
         find: the class of the tuners, or None while it is not imported.
+        candidate_ms: how long a candidate is timed; None: as its tuner does, by default 125 ms with the warm-up.
     """
 
     def __init__(
-        self, synchronize: Callable[[], None] = _nothing, find: Callable[[], type[Any] | None] = _tritons
+        self,
+        synchronize: Callable[[], None] = _nothing,
+        find: Callable[[], type[Any] | None] = _tritons,
+        candidate_ms: int | None = None,
     ) -> None:
-        self._synchronize, self._find = synchronize, find
+        self._synchronize, self._find, self._candidate_ms = synchronize, find, candidate_ms
         self._kind: type[Any] | None = None
         self._before: dict[str, Any] = {}
         self._timing = False
@@ -93,7 +97,13 @@ class Tuners:
             return self._once
         self._rounds.setdefault(tuner, set()).add(len(tuner.cache))
         self._candidates += 1
-        return times.__get__(tuner, type(tuner))
+        return times.__get__(tuner, type(tuner)) if self._candidate_ms is None else self._briefly
+
+    def _briefly(self, call: Callable[[], object], quantiles: Sequence[float] | None = None, **_: Any) -> Any:
+        """Triton's own benchmark for so many milliseconds, and a quarter of them before."""
+        milliseconds = self._candidate_ms or 1
+        do_bench = sys.modules["triton.testing"].do_bench
+        return do_bench(call, warmup=-(-milliseconds // 4), rep=milliseconds, quantiles=quantiles)
 
     def _once(self, call: Callable[[], object], quantiles: Sequence[float] | None = None, **_: Any) -> Any:
         """In place of a benchmark: all candidates are equally quick."""
@@ -160,7 +170,8 @@ class Tuners:
 
     def __str__(self) -> str:
         """What was timed so far."""
-        return f"{self._candidates} candidates for {sum(map(len, self._checked.values()))} choices, timed in the turn"
+        words = f"{self._candidates} candidates for {sum(map(len, self._checked.values()))} choices, timed in the turn"
+        return words if self._candidate_ms is None else f"{words}, {self._candidate_ms} ms each"
 
 
 def _named(tuner: Any) -> str:

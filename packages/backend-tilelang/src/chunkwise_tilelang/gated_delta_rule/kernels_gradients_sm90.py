@@ -67,6 +67,126 @@ def gradients(
         return slot, unit % H, batch, first, rows
 
     @T.macro
+    def through_states(half, s_s, ds_s, exact, lane):
+        """This thread's part of <S, dS'>; none where it is found exactly by other warps."""
+        s_eight = T.alloc_local((8,), dtype)
+        ds_eight = T.alloc_local((8,), dtype)
+        through = T.alloc_var("float32")
+        at = T.alloc_var("int32")
+        through = 0.0
+        if exact == 0:
+            for m in T.unroll(VB * KH // 1024, unroll_factor=2):
+                at = m * 128 + lane
+                n, row = at // (KH // 8) // 64, at // (KH // 8) % 64
+                for e in T.vectorized(8):
+                    s_eight[e] = s_s[half, n, row, at % (KH // 8) * 8 + e]
+                for e in T.vectorized(8):
+                    ds_eight[e] = ds_s[half, n, row, at % (KH // 8) * 8 + e]
+                for e in T.unroll(8):
+                    through += T.cast(s_eight[e], "float32") * T.cast(ds_eight[e], "float32")
+        return through
+
+    @T.macro
+    def pairs(half, p, tiles, scale, step_size, scores, d_scores, f, by_pairs):
+        """F of this half in f, from the products of rows there; adds to the gradient of the scores."""
+        q_s, k_s, vec_s = tiles
+        left = q_s if half == 0 else k_s
+        # Computed for each value head: registers are what this kernel runs out of.
+        T.wgmma_gemm(left[0, :, :], k_s[0, :, :], scores, transpose_B=True, clear_accum=True, policy=_ROWS)
+        T.wgmma_gemm(left[1, :, :], k_s[1, :, :], scores, transpose_B=True, policy=_ROWS)
+        T.wait_wgmma(0)
+        if half == 0:
+            for t, r in T.Parallel(C, C):
+                f[t, r] *= scale * T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
+            for t, r in T.Parallel(C, C):
+                f[t, r] = T.Select(t >= r, f[t, r], 0.0)
+            for t, r in T.Parallel(C, C):
+                d_scores[t, r] += f[t, r]
+                f[t, r] *= scores[t, r]
+            T.clear(by_pairs)
+        else:
+            for t, r in T.Parallel(C, C):
+                f[t, r] *= T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
+            for t, r in T.Parallel(C, C):
+                f[t, r] = T.Select(t > r, f[t, r], 0.0)
+            for t, r in T.Parallel(C, C):
+                d_scores[t, r] -= step_size[t] * f[t, r]
+                f[t, r] *= scores[t, r]
+            T.reduce_sum(f, by_pairs, dim=1)
+            for t, r in T.Parallel(C, C):
+                f[t, r] *= -step_size[t]
+
+    @T.macro
+    def down_the_rows(half, p, f, through_rows, step_size, through, ones_s, dg_s, lane):
+        """Each warp's sums of dg over its rows: t >= j before and t < j behind them."""
+        by_query, by_error, by_exit = through_rows
+        f_high = T.alloc_fragment((C, C), "bfloat16")
+        f_low = T.alloc_fragment((C, C), "bfloat16")
+        f_registers = T.alloc_local((32,), "float32")
+        sums = T.alloc_local((16,), "float32")
+        everywhere = T.alloc_var("float32")
+        at = T.alloc_var("int32")
+        for t, r in T.Parallel(C, C):
+            f_high[t, r] = f[t, r]
+        for t, r in T.Parallel(C, C):
+            f_low[t, r] = f[t, r] - T.cast(f_high[t, r], "float32")
+        T.wgmma_gemm(f_high, ones_s, f, clear_accum=True, policy=_ROWS)
+        T.wgmma_gemm(f_low, ones_s, f, policy=_ROWS)
+        T.wait_wgmma(0)
+        for t, r in T.Parallel(C, C):
+            f[t, r] = T.Select(t >= r, f[t, r] + by_query[t] - step_size[t] * by_error[t], by_exit[t])
+        for t, r in T.Parallel(C, C):
+            at = place(t, r)
+            f_registers[at] = f[t, r]
+        everywhere = through + T.shfl_xor(through, 1)
+        everywhere += T.shfl_xor(everywhere, 2)
+        for n in T.unroll(16):
+            sums[n] = f_registers[n // 2 * 4 + n % 2] + f_registers[n // 2 * 4 + 2 + n % 2] + everywhere
+        for n in T.unroll(16):
+            sums[n] += T.shfl_xor(sums[n], 4)
+            sums[n] += T.shfl_xor(sums[n], 8)
+            sums[n] += T.shfl_xor(sums[n], 16)
+        if lane % 32 < 4:
+            for n in T.unroll(16):
+                dg_s[p, half * 4 + lane // 32, n // 2 * 8 + lane % 4 * 2 + n % 2] = sums[n]
+
+    @T.macro
+    def add_pairs(half, pairs_s, at, q_s, k_s, dq, dk):
+        """What the gradients of the scores give to q and k, once for all value heads."""
+        T.wgmma_gemm(pairs_s[at, 0, :, :], k_s[half, :, :], dq, policy=_ROWS)
+        T.wgmma_gemm(pairs_s[at, 0, :, :], q_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
+        T.wgmma_gemm(pairs_s[at, 1, :, :], k_s[half, :, :], dk, policy=_ROWS)
+        T.wgmma_gemm(pairs_s[at, 1, :, :], k_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
+        T.wait_wgmma(0)
+
+    @T.macro
+    def leave_from(half, last, tiles, outs, place_of, rows, lane):
+        """dq and dk to memory, by lines of a tile."""
+        dq_s, dk_s = tiles
+        dq_out, dk_out = outs
+        batch, first, h = place_of
+        for m in T.unroll(4):
+            t = m * 16 + lane // 8
+            if t < rows:
+                for e in T.vectorized(8):
+                    dq_out[batch, first + t, h, half * KH + lane % 8 * 8 + e] = dq_s[last, half, t, lane % 8 * 8 + e]
+                for e in T.vectorized(8):
+                    dk_out[batch, first + t, h, half * KH + lane % 8 * 8 + e] = dk_s[last, half, t, lane % 8 * 8 + e]
+
+    @T.macro
+    def leave(half, gradients_of, outs, place_of, rows):
+        """dq and dk to memory, from registers."""
+        dq, dk = gradients_of
+        dq_out, dk_out = outs
+        batch, first, h = place_of
+        for t, c in T.Parallel(C, KH):
+            if t < rows:
+                dq_out[batch, first + t, h, half * KH + c] = dq[t, c]
+        for t, c in T.Parallel(C, KH):
+            if t < rows:
+                dk_out[batch, first + t, h, half * KH + c] = dk[t, c]
+
+    @T.macro
     def products(half, units, origin, stride, where, flags, tensors, scale, tiles, rings):
         cu_seqlens, sequences, steps = where
         dq_out, dk_out, dg_out, dbeta_out = tensors
@@ -80,8 +200,6 @@ def gradients(
         scores = T.alloc_fragment((C, C), "float32")
         d_scores = T.alloc_fragment((C, C), "float32")
         f = T.alloc_fragment((C, C), "float32")
-        f_high = T.alloc_fragment((C, C), "bfloat16")
-        f_low = T.alloc_fragment((C, C), "bfloat16")
         from_start = T.alloc_fragment((C,), "float32")
         to_end = T.alloc_fragment((C,), "float32")
         step_size = T.alloc_fragment((C,), "float32")
@@ -89,14 +207,9 @@ def gradients(
         by_error = T.alloc_fragment((C,), "float32")
         by_exit = T.alloc_fragment((C,), "float32")
         by_pairs = T.alloc_fragment((C,), "float32")
-        s_eight = T.alloc_local((8,), dtype)
-        ds_eight = T.alloc_local((8,), dtype)
         through = T.alloc_var("float32")
-        f_registers = T.alloc_local((32,), "float32")
-        sums = T.alloc_local((16,), "float32")
         dg_sum = T.alloc_var("float32")
         dbeta_sum = T.alloc_var("float32")
-        at = T.alloc_var("int32")
         dg_sum = 0.0
         dbeta_sum = 0.0
         lane = T.get_thread_binding() % 128
@@ -107,7 +220,6 @@ def gradients(
             T.clear(dk)
             T.clear(d_scores)
             T.barrier_wait(ready_qk[0], i % 2)
-            left = q_s if half == 0 else k_s
             for j in T.serial(ITEMS):
                 hv = h * R + j // NB
                 block = j % NB
@@ -144,17 +256,7 @@ def gradients(
                     T.wgmma_gemm(
                         rows_s[p, n, :, :], x_s[p, n, :, :], f, transpose_B=True, clear_accum=n == 0, policy=_ROWS
                     )
-                through = 0.0
-                if opens * has_initial + closes * has_final == 0:
-                    for m in T.unroll(VB * KH // 1024, unroll_factor=2):
-                        at = m * 128 + lane
-                        n, row = at // (KH // 8) // 64, at // (KH // 8) % 64
-                        for e in T.vectorized(8):
-                            s_eight[e] = s_s[half, n, row, at % (KH // 8) * 8 + e]
-                        for e in T.vectorized(8):
-                            ds_eight[e] = ds_s[half, n, row, at % (KH // 8) * 8 + e]
-                        for e in T.unroll(8):
-                            through += T.cast(s_eight[e], "float32") * T.cast(ds_eight[e], "float32")
+                through = through_states(half, s_s, ds_s, opens * has_initial + closes * has_final, lane)
                 through *= vec_s[p, 1, C - 1]
                 T.wait_wgmma(0)
                 T.barrier_arrive(empty_s[0])
@@ -164,53 +266,8 @@ def gradients(
                     dk[t, c] += one[t, c]
                     one[t, c] *= k_s[half, t, c]
                 T.reduce_sum(one, by_exit, dim=1)
-                # Computed for each value head: registers are what this kernel runs out of.
-                T.wgmma_gemm(left[0, :, :], k_s[0, :, :], scores, transpose_B=True, clear_accum=True, policy=_ROWS)
-                T.wgmma_gemm(left[1, :, :], k_s[1, :, :], scores, transpose_B=True, policy=_ROWS)
-                T.wait_wgmma(0)
-                if half == 0:
-                    for t, r in T.Parallel(C, C):
-                        f[t, r] *= scale * T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
-                    for t, r in T.Parallel(C, C):
-                        f[t, r] = T.Select(t >= r, f[t, r], 0.0)
-                    for t, r in T.Parallel(C, C):
-                        d_scores[t, r] += f[t, r]
-                        f[t, r] *= scores[t, r]
-                    T.clear(by_pairs)
-                else:
-                    for t, r in T.Parallel(C, C):
-                        f[t, r] *= T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
-                    for t, r in T.Parallel(C, C):
-                        f[t, r] = T.Select(t > r, f[t, r], 0.0)
-                    for t, r in T.Parallel(C, C):
-                        d_scores[t, r] -= step_size[t] * f[t, r]
-                        f[t, r] *= scores[t, r]
-                    T.reduce_sum(f, by_pairs, dim=1)
-                    for t, r in T.Parallel(C, C):
-                        f[t, r] *= -step_size[t]
-                for t, r in T.Parallel(C, C):
-                    f_high[t, r] = f[t, r]
-                for t, r in T.Parallel(C, C):
-                    f_low[t, r] = f[t, r] - T.cast(f_high[t, r], "float32")
-                T.wgmma_gemm(f_high, ones_s, f, clear_accum=True, policy=_ROWS)
-                T.wgmma_gemm(f_low, ones_s, f, policy=_ROWS)
-                T.wait_wgmma(0)
-                for t, r in T.Parallel(C, C):
-                    f[t, r] = T.Select(t >= r, f[t, r] + by_query[t] - step_size[t] * by_error[t], by_exit[t])
-                for t, r in T.Parallel(C, C):
-                    at = place(t, r)
-                    f_registers[at] = f[t, r]
-                through += T.shfl_xor(through, 1)
-                through += T.shfl_xor(through, 2)
-                for n in T.unroll(16):
-                    sums[n] = f_registers[n // 2 * 4 + n % 2] + f_registers[n // 2 * 4 + 2 + n % 2] + through
-                for n in T.unroll(16):
-                    sums[n] += T.shfl_xor(sums[n], 4)
-                    sums[n] += T.shfl_xor(sums[n], 8)
-                    sums[n] += T.shfl_xor(sums[n], 16)
-                if lane % 32 < 4:
-                    for n in T.unroll(16):
-                        dg_s[p, half * 4 + lane // 32, n // 2 * 8 + lane % 4 * 2 + n % 2] = sums[n]
+                pairs(half, p, (q_s, k_s, vec_s), scale, step_size, scores, d_scores, f, by_pairs)
+                down_the_rows(half, p, f, (by_query, by_error, by_exit), step_size, through, ones_s, dg_s, lane)
                 for t in T.Parallel(C):
                     db_s[p, half, t] = by_error[t] + by_pairs[t]
                 if NP == 1 or j < ITEMS - 1:
@@ -233,41 +290,21 @@ def gradients(
                             dbeta_out[batch, first + lane, hv] = dbeta_sum
             # With two tiles a block, those of the last value head are free: all have waited for each other.
             last = (i * ITEMS + ITEMS - 1) % 2
-            of_pairs = last if NP == 2 else 0
-            T.copy(d_scores, pairs_s[of_pairs, half, :, :])
+            T.copy(d_scores, pairs_s[last if NP == 2 else 0, half, :, :])
             T.fence_proxy_async()
             T.barrier_arrive(both[1])
             T.barrier_wait(both[1], i % 2)
-            T.wgmma_gemm(pairs_s[of_pairs, 0, :, :], k_s[half, :, :], dq, policy=_ROWS)
-            T.wgmma_gemm(pairs_s[of_pairs, 0, :, :], q_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
-            T.wgmma_gemm(pairs_s[of_pairs, 1, :, :], k_s[half, :, :], dk, policy=_ROWS)
-            T.wgmma_gemm(pairs_s[of_pairs, 1, :, :], k_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
-            T.wait_wgmma(0)
+            add_pairs(half, pairs_s, last if NP == 2 else 0, q_s, k_s, dq, dk)
             T.barrier_arrive(empty_qk[0])
             if STAGED:
                 T.copy(dq, do_s[last, half, :, :])
                 T.copy(dk, dr_s[last, half, :, :])
                 T.barrier_arrive(staged[half])
                 T.barrier_wait(staged[half], i % 2)
-                for m in T.unroll(4):
-                    t = m * 16 + lane // 8
-                    if t < rows:
-                        for e in T.vectorized(8):
-                            dq_out[batch, first + t, h, half * KH + lane % 8 * 8 + e] = do_s[
-                                last, half, t, lane % 8 * 8 + e
-                            ]
-                        for e in T.vectorized(8):
-                            dk_out[batch, first + t, h, half * KH + lane % 8 * 8 + e] = dr_s[
-                                last, half, t, lane % 8 * 8 + e
-                            ]
+                leave_from(half, last, (do_s, dr_s), (dq_out, dk_out), (batch, first, h), rows, lane)
                 T.fence_proxy_async()
             else:
-                for t, c in T.Parallel(C, KH):
-                    if t < rows:
-                        dq_out[batch, first + t, h, half * KH + c] = dq[t, c]
-                for t, c in T.Parallel(C, KH):
-                    if t < rows:
-                        dk_out[batch, first + t, h, half * KH + c] = dk[t, c]
+                leave(half, (dq, dk), (dq_out, dk_out), (batch, first, h), rows)
             if NP == 2:
                 T.barrier_arrive(empty_rows[last])
 

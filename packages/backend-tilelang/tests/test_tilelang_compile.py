@@ -29,12 +29,6 @@ from chunkwise.errors import CompileFailure
 from chunkwise_tilelang.toolkit import compile, nvrtc
 """
 COMPILE = "compile.function(samples.add, 'sm_90a', width=64)\n"
-NVCC = """#!/bin/sh
-case "$*" in *--version*) echo "Cuda compilation tools, release {release}, V{release}.1"; exit 0;; esac
-echo "$$" >> {log}
-{first}
-while [ $# -gt 1 ]; do [ "$1" = -o ] && echo "cubin of {release}" > "$2"; shift; done
-"""
 
 
 @contextlib.contextmanager
@@ -68,16 +62,20 @@ def processes(home: Path) -> multiprocessing.context.ForkServerContext:
 class Host:
     """A cache, and the toolkit whose nvcc is a script."""
 
-    def __init__(self, folder: Path, home: Path, processes: multiprocessing.context.ForkServerContext) -> None:
-        self.folder, self.home, self.processes = folder, home, processes
+    def __init__(
+        self,
+        folder: Path,
+        home: Path,
+        processes: multiprocessing.context.ForkServerContext,
+        put_nvcc: Callable[..., None],
+    ) -> None:
+        self.folder, self.home, self.processes, self._put_nvcc = folder, home, processes, put_nvcc
         self.log, self.out = folder / "log", folder / "out"
         self.toolkit()
 
     def toolkit(self, release: str = "13.0", first: str = "") -> None:
         """Puts a toolkit in its place; ``first`` runs in each compilation."""
-        nvcc = self.home / "bin" / "nvcc"
-        nvcc.write_text(NVCC.format(release=release, log=self.log, first=first))
-        nvcc.chmod(0o755)
+        self._put_nvcc(self.home, self.log, release, first)
 
     def start(self, script: str) -> BaseProcess:
         prelude = PRELUDE.format(cache=str(self.folder / "cache"), out=str(self.out))
@@ -103,8 +101,10 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path, home: Path, processes: multiprocessing.context.ForkServerContext) -> Host:
-    return Host(tmp_path, home, processes)
+def host(
+    tmp_path: Path, home: Path, processes: multiprocessing.context.ForkServerContext, put_nvcc: Callable[..., None]
+) -> Host:
+    return Host(tmp_path, home, processes, put_nvcc)
 
 
 def test_threads_compile_a_kernel_once(host: Host) -> None:

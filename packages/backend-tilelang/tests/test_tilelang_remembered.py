@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,6 @@ from chunkwise_tilelang.toolkit import remembered
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tilelang is published for Linux")
 
 HERE = Path(__file__).parent
-NVCC = """#!/bin/sh
-case "$*" in *--version*) echo "Cuda compilation tools, release 13.0, V13.0.1"; exit 0;; esac
-echo "$$" >> {log}
-while [ $# -gt 1 ]; do [ "$1" = -o ] && echo "cubin" > "$2"; shift; done
-"""
 ASK = """
 import sys
 from chunkwise_tilelang.toolkit import compile
@@ -39,17 +35,14 @@ LOADED = "loaded: add_kernel: num_args should be 3"
 class Machine:
     """A cache, a toolkit whose nvcc is a script, and a module with a builder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, put_nvcc: Callable[..., None]) -> None:
         self.log, self.cache, self.modules = folder / "log", folder / "cache", folder / "modules"
-        nvcc = folder / "toolkit" / "bin" / "nvcc"
-        nvcc.parent.mkdir(parents=True)
-        nvcc.write_text(NVCC.format(log=self.log))
-        nvcc.chmod(0o755)
+        put_nvcc(folder / "toolkit", self.log)
         self.modules.mkdir()
         (self.modules / "mine.py").write_text("from kernel_samples import add\n")
         self.environment = {
             **os.environ,
-            "CUDA_HOME": str(nvcc.parents[1]),
+            "CUDA_HOME": str(folder / "toolkit"),
             "TILELANG_CACHE_DIR": str(self.cache),
             "TILELANG_DISABLE_CACHE": "0",
             "PYTHONPATH": os.pathsep.join((str(HERE), str(self.modules), os.environ.get("PYTHONPATH", ""))),
@@ -73,8 +66,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path, put_nvcc: Callable[..., None]) -> Machine:
+    return Machine(tmp_path, put_nvcc)
 
 
 def imported(said: str) -> list[bool]:

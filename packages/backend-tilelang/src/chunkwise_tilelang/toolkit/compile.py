@@ -166,10 +166,9 @@ def flags_for(arch: str) -> tuple[str, ...]:
     """
     import tilelang  # noqa: F401 - from here on TileLang's own choice of an nvcc is known
 
-    family = arch.replace("_", "").rstrip("a")
-    compiler = discover.choose(family)
+    compiler = discover.choose(_family(arch))
     if compiler is None:
-        finding = discover.probe_compiler([family])
+        finding = discover.probe_compiler([_family(arch)])
         raise CompileFailure(f"nothing compiles for {arch}: {finding.found}; {finding.fix}")
     if not isinstance(compiler, Candidate):
         nvrtc_build.install()
@@ -179,8 +178,13 @@ def flags_for(arch: str) -> tuple[str, ...]:
 @cache
 def _flags_without_tilelang(arch: str) -> tuple[str, ...]:
     """The flags that :func:`flags_for` will find, unless TileLang prefers another nvcc than is seen without it."""
-    compiler = discover.choose(arch.replace("_", "").rstrip("a"))
+    compiler = discover.choose(_family(arch))
     return () if compiler is None else _flags_of(compiler)
+
+
+def _family(arch: str) -> str:
+    """``sm90`` of ``sm_90a``."""
+    return arch.replace("_", "").rstrip("a")
 
 
 def _flags_of(compiler: Candidate | nvrtc.Nvrtc) -> tuple[str, ...]:

@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).parents[1]
-_LIBRARIES = (("z3", "lib/libz3.so"), *(("tilelang", f"lib/lib{name}.so") for name in (
-    "tvm_runtime", "tvm_compiler", "tilelang",
-)))  # fmt: skip
+_LIBRARIES = (("z3", "z3"), ("tilelang", "tvm_runtime"), ("tilelang", "tvm_compiler"), ("tilelang", "tilelang"))
 _NEEDED = ("ffi.Module.load_from_bytes.cuda", "__tvm_set_device", "__tvm_tensormap_create_tiled")
 _OFF = ("1", "true", "yes", "on")
 
@@ -112,9 +110,10 @@ def _runtime_is_there() -> bool:
     import tvm_ffi
 
     if "tilelang" not in sys.modules:
-        for package, inside in _LIBRARIES:
+        for package, name in _LIBRARIES:
             spec = importlib.util.find_spec(package)
             if spec is None or spec.origin is None:
                 return False
-            ctypes.CDLL(str(Path(spec.origin).parent / inside), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+            library = Path(spec.origin).parent / "lib" / f"lib{name}.so"
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
     return all(tvm_ffi.get_global_func(name, allow_missing=True) is not None for name in _NEEDED)

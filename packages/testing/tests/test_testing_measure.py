@@ -270,6 +270,7 @@ def test_offsets_argument():
         ("chunk_gla", "bf16-mixed", "d_initial_state", True),  # exp(sum of g) dS: gates and states are fp32
         ("chunk_gla", "bf16-mixed", "final_state", False),  # k and v
         ("chunk_gla", "bf16-mixed", "d_k", False),  # an output in bf16
+        ("chunk_gla", "bf16-mixed", "d_q", False),  # zero, and in bf16
         ("chunk_gla", "bf16", "d_initial_state", False),  # gates in bf16
         ("chunk_delta_rule", "bf16-mixed", "d_initial_state", False),  # k
     ],
@@ -282,6 +283,6 @@ def test_the_budget_of_a_quantity_that_no_16_bit_number_reaches(op, plan, quanti
     budget = declaration.promises.budget
     dtype = study.expected.quantities()[quantity].dtype
     assert dtype == torch.float64
-    returned = torch.bfloat16 if quantity == "d_k" else torch.float32
+    returned = torch.bfloat16 if quantity in ("d_k", "d_q") else torch.float32
     assert study._multiple(quantity, returned) == (budget.full if of_fp32 else budget.half)
     assert budget.full > budget.half

@@ -190,3 +190,30 @@ def places(ragged: bool, chunk_size: int) -> Any:
                 by_sequence[n, 1] = count
 
     return places_of
+
+
+def overlaid(*, barrier: bool) -> Any:
+    """Two tiles that are not needed together, in one place; without TileLang's barriers, and with its own or not."""
+
+    @T.prim_func
+    def overlaid_kernel(x: T.Tensor((256,), "float32"), y: T.Tensor((256,), "float32")):
+        T.annotate_pass_configs({"tl.disable_thread_storage_sync": True})
+        with T.Kernel(1, threads=128) as _:
+            early = T.alloc_shared((256,), "float32")
+            late = T.alloc_shared((256,), "float32")
+            held = T.alloc_local((2,), "float32")
+            tx = T.get_thread_binding()
+            for i in T.unroll(2):
+                early[i * 128 + tx] = x[i * 128 + tx]
+            T.sync_threads()
+            for i in T.unroll(2):
+                held[i] = early[255 - i * 128 - tx]
+            if barrier:
+                T.sync_threads()
+            for i in T.unroll(2):
+                late[i * 128 + tx] = held[i]
+            T.sync_threads()
+            for i in T.unroll(2):
+                y[i * 128 + tx] = late[(i * 128 + tx + 64) % 256]
+
+    return overlaid_kernel

@@ -105,6 +105,14 @@ def test_where_a_barrier_is_stray(case: str) -> None:
     assert list(stray_syncs(f"{head}{body}\n}}\n{head}__syncthreads();\n}}\n")) == [line + 1 for line in lines]
 
 
+def test_a_tile_in_another_ones_place(samples: ModuleType) -> None:
+    kernel = compiled(samples.overlaid(barrier=True))
+    assert kernel.shared_memory_bytes == 1024  # of two tiles of 1,024
+    assert kernel.problems(1024) == []
+    (problem,) = compiled(samples.overlaid(barrier=False)).problems(1024)
+    assert problem.endswith("late takes the place of early, with no barrier of all threads between")
+
+
 # --- the backend's own -----------------------------------------------------------------------------------
 
 

@@ -2,12 +2,14 @@
 
 A kernel is lowered and compiled for its architecture as a user's call would compile it. Read from that: registers,
 spills, shared memory (ptxas rounds what is static up to the alignment of what is dynamic: 32 bytes of barriers may take
-1,024), the notes of ptxas on asynchronous matrix products that it serialises or waits for (C75xx), and barriers of all
-threads where threads have parted ways.
+1,024), the notes of ptxas on asynchronous matrix products that it serialises or waits for (C75xx), barriers of all
+threads where threads have parted ways, and tiles that take another one's place with no such barrier between.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import subprocess
 import tempfile
@@ -30,6 +32,7 @@ class Compiled:
         barriers: named barriers, the one of ``__syncthreads`` included.
         notes: what ptxas says of asynchronous matrix products.
         stray_syncs: lines of ``source`` with a barrier of all threads in or between parts of single warps.
+        races: of tiles that lie in one another's place in shared memory, in words.
         source: the CUDA C++ of the whole kernel.
     """
 
@@ -41,6 +44,7 @@ class Compiled:
     barriers: int
     notes: tuple[str, ...]
     stray_syncs: tuple[int, ...]
+    races: tuple[str, ...]
     source: str
 
     def problems(self, shared_memory_bytes: int, spill_bytes: int = 0) -> list[str]:
@@ -52,7 +56,7 @@ class Compiled:
             )
         if self.spill_bytes > spill_bytes:
             found.append(f"spills {self.spill_bytes} bytes a thread, {spill_bytes} are allowed for")
-        found += self.notes
+        found += [*self.notes, *self.races]
         found += [
             f"line {number}: a barrier of all threads where they have parted: "
             f"{self.source.splitlines()[number - 1].strip()}"
@@ -84,8 +88,9 @@ def compile_kernel(
         lowered = tilelang.lower(function, target=target)
     source = str(lowered.kernel_source)
     log = _ptxas_log(source, arch, nvcc, flags)
+    races = tuple(overlays(source, _shared_bytes(function)))
     return [
-        _read(str(device.attrs["global_symbol"]), device.attrs, source, log)
+        _read(str(device.attrs["global_symbol"]), device.attrs, source, log, races)
         for device in lowered.device_mod.functions.values()
     ]
 
@@ -107,7 +112,23 @@ def _ptxas_log(source: str, arch: str, nvcc: Path, flags: Sequence[str]) -> str:
     return log
 
 
-def _read(name: str, attributes: Mapping[str, Any], source: str, log: str) -> Compiled:
+def _shared_bytes(function: Any) -> dict[str, int]:
+    """Bytes of the tiles that a PrimFunc allocates in shared memory."""
+    from tilelang import tvm
+
+    found: dict[str, int] = {}
+
+    def visit(node: Any) -> None:
+        for buffer in getattr(node, "alloc_buffers", None) or ():
+            if str(buffer.scope()).startswith("shared"):
+                elements = math.prod(int(extent) for extent in buffer.shape)
+                found[str(buffer.name)] = elements * int(re.sub(r"\D*(\d+).*", r"\1", str(buffer.dtype))) // 8
+
+    tvm.tirx.stmt_functor.post_order_visit(function.body, visit)
+    return found
+
+
+def _read(name: str, attributes: Mapping[str, Any], source: str, log: str, races: tuple[str, ...]) -> Compiled:
     part = re.search(rf"Function properties for {re.escape(name)}\n(.*\n.*\n)", log)
     if part is None:
         raise RuntimeError(f"ptxas says nothing of {name}:\n{log}")
@@ -131,6 +152,7 @@ def _read(name: str, attributes: Mapping[str, Any], source: str, log: str) -> Co
         barriers=number(r"used (\d+) barriers"),
         notes=tuple(notes),
         stray_syncs=tuple(stray_syncs(source)),
+        races=races,
         source=source,
     )
 
@@ -187,3 +209,27 @@ def _strays(roles: list[tuple[int, int]], syncs: list[tuple[int, bool]]) -> Iter
     for number, parted in syncs:
         if parted or (first is not None and first <= number <= final):
             yield number
+
+
+def overlays(source: str, shared_bytes: Mapping[str, int]) -> Iterator[str]:
+    """The tiles that are used where another one was, with no barrier of all threads since; one kernel's source.
+
+    TileLang gives one place to tiles that are not needed together. It puts barriers there itself, unless a kernel says
+    that it has its own (``tl.disable_thread_storage_sync``): then a warp may still read what another one overwrites.
+    """
+    places = {
+        name: range(int(at), int(at) + shared_bytes.get(name, 1))
+        for name, at in re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\)", source)
+    }
+    lines = [line for line in source.splitlines() if "buf_dyn_shmem" not in line]
+    for pair in itertools.combinations(places, 2):
+        first, second = (places[name] for name in pair)
+        if first.start >= second.stop or second.start >= first.stop:
+            continue
+        last = ""
+        for line in lines:
+            used = {name for name in pair if re.search(rf"\b{name}\b", line)}
+            if last and used - {last}:
+                yield f"{(used - {last}).pop()} takes the place of {last}, with no barrier of all threads between"
+                break
+            last = "" if "__syncthreads()" in line else min(used, default=last)

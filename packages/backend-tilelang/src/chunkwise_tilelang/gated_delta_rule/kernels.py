@@ -156,6 +156,9 @@ def solve(
                 T.sync_threads()
                 T.gemm(k_s, k_s[0:HALF, :], left, transpose_B=True, clear_accum=True, policy=_ROWS)
                 T.gemm(k_s, k_s[HALF:C, :], right, transpose_B=True, clear_accum=True, policy=_ROWS)
+                # What is written from here on lies where k did, and the inverses of blocks where columns did: TileLang
+                # gives one place to tiles that are not needed together, and looks after no barrier here.
+                T.sync_threads()
                 for t, r in T.Parallel(C, HALF):
                     at = place(t, r)
                     between[at] = left[t, r]
@@ -204,8 +207,10 @@ def solve(
                         for i in T.unroll(TILE):
                             if i > m:
                                 x[i] -= columns[mine, part, m, i] * x[m]
+                T.sync_threads()
+                if mine < P:
                     for i in T.unroll(TILE):
-                        row = part * TILE + i
+                        row = tx % 64 // TILE * TILE + i
                         x_s[mine, row, tx % HALF] = x[i]
                         solved[slot, hv, row, tx % 64] = x[i] * beta_s[mine, tx % 64]
                         if keep != 0 and row < rows:

@@ -163,19 +163,29 @@ def walks(
         hv, batch, start, length = place_of
         raw, ready, empty = rings
         lane = T.get_thread_binding() % 128
-        total = T.alloc_var("float32")
-        last = T.alloc_var("float32")
+        total, last = (T.alloc_var("float32") for _ in range(2))
+        step_size = T.alloc_var(beta_dtype)
+        near = T.alloc_var("int32")
+        # Read a chunk ahead, and used where the next one begins: the states wait for what is made ready here.
+        if turns > 0:
+            if lane < C:
+                near = T.min(C, length) - 1
+                total = g_cumsum[batch, start + T.min(lane, near), hv]
+                last = g_cumsum[batch, start + near, hv]
+                step_size = beta[batch, start + T.min(lane, near), hv]
         for i in T.unroll(turns, unroll_factor=1):
             stage = i % S
             rows = T.min(length - i * C, C)
             T.barrier_wait(empty[stage], (i // S + 1) % 2)
             if lane < C:
-                near = start + i * C + T.min(lane, rows - 1)
-                total = g_cumsum[batch, near, hv] * _LOG2E
-                last = g_cumsum[batch, start + i * C + rows - 1, hv] * _LOG2E
-                d_s[stage, 0, lane] = T.exp2(total)
-                d_s[stage, 1, lane] = T.Select(lane < rows, T.exp2(last - total), 0.0)
-                d_s[stage, 2, lane] = T.Select(lane < rows, T.cast(beta[batch, near, hv], "float32"), 0.0)
+                d_s[stage, 0, lane] = T.exp2(total * _LOG2E)
+                d_s[stage, 1, lane] = T.Select(lane < rows, T.exp2((last - total) * _LOG2E), 0.0)
+                d_s[stage, 2, lane] = T.Select(lane < rows, T.cast(step_size, "float32"), 0.0)
+                if i + 1 < turns:
+                    near = T.min((i + 2) * C, length) - 1
+                    total = g_cumsum[batch, start + T.min((i + 1) * C + lane, near), hv]
+                    last = g_cumsum[batch, start + near, hv]
+                    step_size = beta[batch, start + T.min((i + 1) * C + lane, near), hv]
             T.barrier_wait(raw[stage], i // S % 2)
             if rows < C:  # other sequences' rows, or padding that may hold anything
                 for t, c in T.Parallel(C, K):
@@ -303,25 +313,31 @@ def walks(
         scores = T.alloc_fragment((C, C), "float32")
         operand = T.alloc_fragment((C, C), dtype)
         lane = T.get_thread_binding() % 128
-        total = T.alloc_var("float32")
-        last = T.alloc_var("float32")
-        decay = T.alloc_var("float32")
+        total, last, decay = (T.alloc_var("float32") for _ in range(3))
+        step_size = T.alloc_var(beta_dtype)
+        if turns > 0:
+            if lane < C:
+                near = start + T.min((turns - 1) * C + lane, length - 1)
+                total = g_cumsum[batch, near, hv]
+                last = g_cumsum[batch, start + length - 1, hv]
+                step_size = beta[batch, near, hv]
         for i in T.unroll(turns, unroll_factor=1):
             stage, pair = i % S, i % 2
             left = (turns - 1 - i) * C
             rows = T.min(length - left, C)
             T.barrier_wait(empty[stage], (i // S + 1) % 2)
             if lane < C:
-                near = start + left + T.min(lane, rows - 1)
-                total = g_cumsum[batch, near, hv] * _LOG2E
-                last = g_cumsum[batch, start + left + rows - 1, hv] * _LOG2E
-                decay = T.exp2(total)
+                decay = T.exp2(total * _LOG2E)
                 d_s[stage, 0, lane] = decay * scale
-                d_s[stage, 1, lane] = T.Select(lane < rows, T.exp2(last - total), 0.0)
-                d_s[stage, 2, lane] = T.Select(lane < rows, -decay * T.cast(beta[batch, near, hv], "float32"), 0.0)
-                d_s[stage, 3, lane] = total
+                d_s[stage, 1, lane] = T.Select(lane < rows, T.exp2((last - total) * _LOG2E), 0.0)
+                d_s[stage, 2, lane] = T.Select(lane < rows, -decay * T.cast(step_size, "float32"), 0.0)
+                d_s[stage, 3, lane] = total * _LOG2E
                 d_s[stage, 4, lane] = decay
-                d_s[stage, 5, lane] = T.cast(beta[batch, near, hv], "float32")
+                d_s[stage, 5, lane] = T.cast(step_size, "float32")
+                if i + 1 < turns:  # no chunk but the first one taken here can be short
+                    total = g_cumsum[batch, start + left - C + lane, hv]
+                    last = g_cumsum[batch, start + left - 1, hv]
+                    step_size = beta[batch, start + left - C + lane, hv]
             T.barrier_arrive(known[0])
             T.barrier_wait(known[0], i % 2)
             T.barrier_wait(free[pair], (i // 2 + 1) % 2)
@@ -423,10 +439,11 @@ def passes(
         for i in T.unroll(turns, unroll_factor=1):
             T.barrier_wait(s_full[group], i % 2)
             T.tma_copy(s_tile, states[slot + i, hv, first : first + 64, :])
+            T.tma_store_wait()
+            T.barrier_arrive(s_empty[group])
             T.barrier_wait(x_full[group], i % 2)
             T.tma_copy(x_tile, x[slot + i, hv, :, first : first + 64])
             T.tma_store_wait()
-            T.barrier_arrive(s_empty[group])
             T.barrier_arrive(x_empty[group])
 
     @T.macro
@@ -440,6 +457,8 @@ def passes(
             left = start + chunk * C
             T.barrier_wait(s_full[group], i % 2)
             T.tma_copy(s_tile, d_states[slot + chunk, hv, first : first + 64, :])
+            T.tma_store_wait()
+            T.barrier_arrive(s_empty[group])
             T.barrier_wait(r_full[group], i % 2)
             T.tma_copy(r_tile, dr[slot + chunk, hv, :, first : first + 64])
             if left + C <= start + length:
@@ -449,7 +468,6 @@ def passes(
                     if left + t < start + length:
                         dv[batch, left + t, hv, first + v] = dv_tile[t, v]
             T.tma_store_wait()
-            T.barrier_arrive(s_empty[group])
             T.barrier_arrive(r_empty[group])
 
     @T.prim_func

@@ -8,7 +8,7 @@ from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.implementation import Implementation
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_tilelang.gated_delta_rule import schedules_backward
-from chunkwise_tilelang.gated_delta_rule.implementations import NOT_UNASKED_WITH_GRADIENTS, REQUIRES
+from chunkwise_tilelang.gated_delta_rule.implementations import REQUIRES
 from chunkwise_tilelang.gated_delta_rule.schedules import Schedule
 
 
@@ -28,7 +28,6 @@ FUSED = Implementation(
     rank=10,
     archs=("sm90",),
     requires=REQUIRES,
-    slower=(replace(NOT_UNASKED_WITH_GRADIENTS, against="triton/delta_rule/split"),),
     schedule=schedule,
     forward="chunkwise_tilelang.delta_rule.launch:forward",
     backward="chunkwise_tilelang.delta_rule.launch:backward",

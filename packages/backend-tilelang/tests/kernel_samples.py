@@ -5,7 +5,7 @@ from typing import Any
 import tilelang.cpu.language as on_cpu
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 
-from chunkwise_tilelang.tiles.sequences import chunk_ends, chunk_rows, segment_rows, segments_of
+from chunkwise_tilelang.tiles.sequences import band_slots, chunk_ends, chunk_rows, segment_rows, segments_of, walked
 
 
 def add(*, width: int) -> Any:
@@ -217,3 +217,51 @@ def overlaid(*, barrier: bool) -> Any:
                 y[i * 128 + tx] = late[(i * 128 + tx + 64) % 256]
 
     return overlaid_kernel
+
+
+def bands(chunk_size: int) -> Any:
+    """For the CPU: what each place of a dense call has of a band, and where each chunk of two bands lies."""
+    places, units, offsets = (T.dynamic(name) for name in ("places", "units", "offsets"))
+
+    @T.prim_func
+    def bands_of(
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        by_place: T.Tensor((places, 4), "int32"),
+        by_unit: T.Tensor((units, 3), "int32"),
+        rows: T.int32,
+        sequences: T.int32,
+        chunks: T.int32,
+        width: T.int32,
+        first: T.int32,
+        count: T.int32,
+        at: T.int32,
+        size_one: T.int32,
+        first_one: T.int32,
+        count_one: T.int32,
+        at_one: T.int32,
+        other_one: T.int32,
+        size_two: T.int32,
+        first_two: T.int32,
+        count_two: T.int32,
+        at_two: T.int32,
+        other_two: T.int32,
+    ):
+        with on_cpu.Kernel(1):
+            for place in T.serial(places):
+                n, begin, length, _, _ = segment_rows(place, cu_seqlens, 0, 0, rows, chunk_size, chunks, False)
+                start, taken, slot = walked(place, begin, length, chunk_size, width, (first, count, at))
+                by_place[place, 0] = n
+                by_place[place, 1] = start
+                by_place[place, 2] = taken
+                by_place[place, 3] = slot
+            two = (
+                (size_one, first_one, count_one, at_one, other_one),
+                (size_two, first_two, count_two, at_two, other_two),
+            )
+            for unit in T.serial(units):
+                slot, here, there = band_slots(unit, sequences, rows, chunk_size, chunks, width, two)
+                by_unit[unit, 0] = slot
+                by_unit[unit, 1] = here
+                by_unit[unit, 2] = there
+
+    return bands_of

@@ -15,10 +15,11 @@ where dq' and dk' are what S and dS' give to q and k. Nothing is added there tha
 under strong decay keep their digits: the sum over s is a product with a triangle of ones, of F in two bf16 parts.
 (dbeta is also ``dr_t . x_t / beta_t``, which needs no v; but x has passed through M and is rounded: it is less exact.)
 
-A block walks over chunks of key heads. Two warpgroups have half of the columns of dq and dk each, and add up the value
-heads; of F, one has the part by do and q, the other the part by dr and k. A warp loads by TMA, another one writes the
-decays of the chunk and clears rows behind its end, and two find ``dr . v`` and, at the ends of a sequence,
-``<S, dS'>``: of the call's own states there, which are fp32, since a sequence of few tokens has little more in its dg.
+A launch takes all chunks, or two bands of a dense call (:mod:`.bands_backward`); a block walks over chunks of key
+heads. Two warpgroups have half of the columns of dq and dk each, and add up the value heads; of F, one has the part by
+do and q, the other the part by dr and k. A warp loads by TMA, another one writes the decays of the chunk and clears
+rows behind its end, and two find ``dr . v`` and, at the ends of a sequence, ``<S, dS'>``: of the call's own states
+there, which are fp32, since a sequence of few tokens has little more in its dg.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 
 from chunkwise_tilelang.gated_delta_rule.schedules_backward import value_block
-from chunkwise_tilelang.tiles.sequences import chunk_ends, chunk_rows
+from chunkwise_tilelang.tiles.sequences import band_slots, chunk_ends, chunk_rows
 from chunkwise_tilelang.tiles.transposed import place
 
 _LOG2E = 1.4426950408889634
@@ -61,10 +62,20 @@ def gradients(
     B, TT, N0, N1, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "offsets", "slots"))
 
     @T.macro
-    def find(unit, cu_seqlens, sequences, steps):
+    def find(unit, where):
+        """Slot of a unit's chunk among all, in the buffers of S and x and of dS' and dr; its head and its rows."""
+        cu_seqlens, sequences, steps, bands = where
+        slot, states_slot, d_states_slot = (T.alloc_var("int32") for _ in range(3))
         slot = unit // H
+        states_slot = slot
+        d_states_slot = slot
+        if not ragged:
+            of_all, of_states, of_d_states = band_slots(unit // H, B, TT, C, *bands)
+            slot = of_all
+            states_slot = of_states
+            d_states_slot = of_d_states
         batch, first, rows = chunk_rows(slot, cu_seqlens, sequences, steps, TT, C, ragged)
-        return slot, unit % H, batch, first, rows
+        return slot, states_slot, d_states_slot, unit % H, batch, first, rows
 
     @T.macro
     def through_states(half, s_s, ds_s, exact, lane):
@@ -188,7 +199,7 @@ def gradients(
 
     @T.macro
     def products(half, units, origin, stride, where, flags, tensors, scale, tiles, rings):
-        cu_seqlens, sequences, steps = where
+        cu_seqlens, sequences, steps, _ = where
         dq_out, dk_out, dg_out, dbeta_out = tensors
         has_initial, has_final = flags
         q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s, sums_s = tiles
@@ -214,7 +225,7 @@ def gradients(
         dbeta_sum = 0.0
         lane = T.get_thread_binding() % 128
         for i in T.serial(units):
-            slot, h, batch, first, rows = find(origin + i * stride, cu_seqlens, sequences, steps)
+            slot, _, _, h, batch, first, rows = find(origin + i * stride, where)
             _, opens, closes = chunk_ends(slot, cu_seqlens, sequences, steps, TT, C, ragged)
             T.clear(dq)
             T.clear(dk)
@@ -310,12 +321,11 @@ def gradients(
 
     @T.macro
     def load(units, origin, stride, where, tensors, tiles, rings):
-        cu_seqlens, sequences, steps = where
         q, k, v, x, dr, d_o, states, d_states = tensors
         q_s, k_s, v_s, s_s, ds_s, x_s, dr_s, do_s = tiles
         raw_qk, empty_qk, raw_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, full_v, empty_v = rings
         for i in T.serial(units):
-            slot, h, batch, first, _ = find(origin + i * stride, cu_seqlens, sequences, steps)
+            _, states_slot, d_states_slot, h, batch, first, _ = find(origin + i * stride, where)
             for j in T.serial(ITEMS):
                 hv = h * R + j // NB
                 left = j % NB * VB
@@ -324,15 +334,15 @@ def gradients(
                 T.barrier_wait(empty_rows[p], (item // 2 + 1) % 2)
                 for n in T.unroll(NP):
                     at = left + n * 64
-                    T.tma_copy(x[slot, hv, 0:C, at : at + 64], x_s[p, n, :, :], barrier=raw_rows[p])
-                    T.tma_copy(dr[slot, hv, 0:C, at : at + 64], dr_s[p, n, :, :], barrier=raw_rows[p])
+                    T.tma_copy(x[states_slot, hv, 0:C, at : at + 64], x_s[p, n, :, :], barrier=raw_rows[p])
+                    T.tma_copy(dr[d_states_slot, hv, 0:C, at : at + 64], dr_s[p, n, :, :], barrier=raw_rows[p])
                     T.tma_copy(d_o[batch, first : first + C, hv, at : at + 64], do_s[p, n, :, :], barrier=raw_rows[p])
                 T.barrier_arrive(raw_rows[p])
                 T.barrier_wait(empty_s[0], (item + 1) % 2)
                 for half in T.unroll(2):
                     for n in T.unroll(NP):
                         T.tma_copy(
-                            states[slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
+                            states[states_slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
                             s_s[half, n, :, :], barrier=full_s[0],
                         )  # fmt: skip
                 T.barrier_arrive(full_s[0])
@@ -340,7 +350,7 @@ def gradients(
                 for half in T.unroll(2):
                     for n in T.unroll(NP):
                         T.tma_copy(
-                            d_states[slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
+                            d_states[d_states_slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
                             ds_s[half, n, :, :], barrier=full_ds[0],
                         )  # fmt: skip
                 T.barrier_arrive(full_ds[0])
@@ -367,7 +377,6 @@ def gradients(
 
     @T.macro
     def make_ready(units, origin, stride, where, tensors, tiles, rings):
-        cu_seqlens, sequences, steps = where
         g_cumsum, beta = tensors
         q_s, k_s, do_s, vec_s = tiles
         raw_qk, ready_qk, raw_rows, ready_rows = rings
@@ -375,7 +384,7 @@ def gradients(
         last = T.alloc_var("float32")
         lane = T.get_thread_binding() % 32
         for i in T.serial(units):
-            _, h, batch, first, rows = find(origin + i * stride, cu_seqlens, sequences, steps)
+            _, _, _, h, batch, first, rows = find(origin + i * stride, where)
             end = T.min(T.max(first + rows - 1, 0), TT - 1)
             for j in T.serial(ITEMS):
                 hv = h * R + j // NB
@@ -412,7 +421,7 @@ def gradients(
 
     @T.macro
     def add_up(units, origin, stride, where, ends, tiles, rings):
-        cu_seqlens, sequences, steps = where
+        cu_seqlens, sequences, steps, _ = where
         initial, d_final, has_initial, has_final = ends
         s_s, ds_s, dr_s, v_s, vec_s, sums_s = tiles
         ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, full_v, empty_v, summed = rings
@@ -423,7 +432,7 @@ def gradients(
         lane = T.get_thread_binding() % 64
         part = lane % 4 * 8
         for i in T.serial(units):
-            slot, h = (origin + i * stride) // H, (origin + i * stride) % H
+            slot, _, _, h, _, _, _ = find(origin + i * stride, where)
             n, opens, closes = chunk_ends(slot, cu_seqlens, sequences, steps, TT, C, ragged)
             for j in T.serial(ITEMS):
                 hv = h * R + j // NB
@@ -498,6 +507,18 @@ def gradients(
         scale: T.float32,
         steps: T.int32,
         blocks: T.int32,
+        chunks: T.int32,
+        width: T.int32,
+        one_size: T.int32,
+        one_first: T.int32,
+        one_count: T.int32,
+        one_states_at: T.int32,
+        one_d_states_at: T.int32,
+        two_size: T.int32,
+        two_first: T.int32,
+        two_count: T.int32,
+        two_states_at: T.int32,
+        two_d_states_at: T.int32,
         has_initial: T.int32,
         has_final: T.int32,
     ):
@@ -534,8 +555,13 @@ def gradients(
             both = T.alloc_barrier(arrive_count=[256] * 2)
             staged = T.alloc_barrier(arrive_count=[128] * 2)
 
-            units = T.max(T.ceildiv(slots * H - block, blocks), 0)
-            where = (cu_seqlens, offsets - 1, steps)
+            bands = (
+                (one_size, one_first, one_count, one_states_at, one_d_states_at),
+                (two_size, two_first, two_count, two_states_at, two_d_states_at),
+            )
+            taken = slots if ragged else B * (one_size + two_size)
+            units = T.max(T.ceildiv(taken * H - block, blocks), 0)
+            where = (cu_seqlens, offsets - 1, steps, (chunks, width, bands))
             for s, j in T.Parallel(C, C):
                 ones_s[s, j] = T.Select(s < j, T.cast(1, "bfloat16"), T.cast(0, "bfloat16"))
             T.fence_proxy_async()

@@ -10,6 +10,7 @@ masked ``exp(G_t - G_s) q_t . k_s``), a leading d for gradients, C the last row 
 
 The passes keep everything transposed, V on the rows, as the forward does and for its reasons. They leave S, dS'
 ``[slots, HV, V, K]`` and x, dr ``[slots, HV, C, V]`` in the activations' dtype, the rows behind a sequence's end zero.
+A launch takes all chunks, or of a dense call a band for each direction: :mod:`.bands_backward`.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 from tilelang.layout import make_swizzled_layout
 
-from chunkwise_tilelang.tiles.sequences import segment_rows, sequence_rows
+from chunkwise_tilelang.tiles.sequences import segment_rows, sequence_rows, walked
 from chunkwise_tilelang.tiles.transposed import load_transposed, place, store_transposed
 
 _LOG2E = 1.4426950408889634
@@ -154,6 +155,10 @@ def walks(
                 if i + 1 < turns:
                     _put(s_operand, outs[0], i + 1, group, s_full, s_empty)
             T.wait_wgmma(0)
+        if kept:
+            if outs[3] != 0:
+                for v, c in T.Parallel(64, K):
+                    outs[2][n, hv, c, first + v] = s[v, c]
         if not kept:
             if turns > 0:
                 _leave((n, hv, first), V, K, s, outs)
@@ -411,7 +416,9 @@ def passes(
     """S, dS', x and dr of every chunk, dv, and the gradient of the initial state. Half of the blocks go backwards.
 
     A block has a whole sequence, or a segment of one, whose entry state and whose exit state's gradient then stand in
-    ``initial`` and ``d_final``.
+    ``initial`` and ``d_final``. Where ``carries`` is not 0 it has a band of that, and leaves the states behind it by
+    place in ``exits`` and ``d_initial``: these may be ``initial`` and ``d_final``, since a thread writes what it read.
+    A place without chunks in a band passes on what it was given.
 
     Args:
         heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
@@ -429,7 +436,8 @@ def passes(
     replay, reverse, make_ready, bring = walks(
         key_width=K, value_width=V, groups=G, stages=S, dtype=dtype, beta_dtype=beta_dtype, kept=True
     )
-    B, TT, N0, N1, N2, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2", "offsets", "slots"))
+    B, TT, N0, N1, N2, N3 = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2", "N3"))
+    offsets, slots = (T.dynamic(name) for name in ("offsets", "slots"))
 
     @T.macro
     def store(group, tiles, turns, place_of, slot, states, x, rings):
@@ -451,6 +459,7 @@ def passes(
         hv, first = place_of
         batch, start, length = where
         s_tile, r_tile, dv_tile = tiles
+        lane = T.get_thread_binding() % 32
         s_full, s_empty, r_full, r_empty = rings
         for i in T.unroll(turns, unroll_factor=1):
             chunk = turns - 1 - i
@@ -464,9 +473,12 @@ def passes(
             if left + C <= start + length:
                 T.tma_copy(dv_tile, dv[batch, left : left + C, hv, first : first + 64])
             else:
-                for t, v in T.Parallel(C, 64):
+                # One line after the other: all at once take registers that every chunk would have to do without.
+                for m in T.unroll(C // 4, unroll_factor=1):
+                    t = m * 4 + lane // 8
                     if left + t < start + length:
-                        dv[batch, left + t, hv, first + v] = dv_tile[t, v]
+                        for e in T.vectorized(8):
+                            dv[batch, left + t, hv, first + lane % 8 * 8 + e] = dv_tile[t, lane % 8 * 8 + e]
             T.tma_store_wait()
             T.barrier_arrive(r_empty[group])
 
@@ -482,7 +494,8 @@ def passes(
         cu_seqlens: T.Tensor((offsets,), "int32"),
         initial: T.Tensor((N0, HV, K, V), "float32"),
         d_final: T.Tensor((N1, HV, K, V), "float32"),
-        d_initial: T.Tensor((N2, HV, K, V), "float32"),
+        exits: T.Tensor((N2, HV, K, V), "float32"),
+        d_initial: T.Tensor((N3, HV, K, V), "float32"),
         states: T.Tensor((slots, HV, V, K), dtype),
         d_states: T.Tensor((slots, HV, V, K), dtype),
         x: T.Tensor((slots, HV, C, V), dtype),
@@ -491,10 +504,18 @@ def passes(
         N: T.int32,
         steps: T.int32,
         chunks: T.int32,
+        width: T.int32,
+        replay_first: T.int32,
+        replay_count: T.int32,
+        replay_at: T.int32,
+        reverse_first: T.int32,
+        reverse_count: T.int32,
+        reverse_at: T.int32,
         scale: T.float32,
         has_initial: T.int32,
         has_final: T.int32,
         has_d_initial: T.int32,
+        carries: T.int32,
     ):
         T.annotate_pass_configs(CONFIGS)
         # The blocks that go backwards take longer: they come first.
@@ -537,7 +558,7 @@ def passes(
                 start = begin
                 length = count
                 slot = chunk
-                leaving = of
+                leaving = of if ragged else T.Select(carries != 0, n, of)
                 leaves = T.Select(begin == opening, has_d_initial, 0)
             else:
                 row, begin, count, chunk = sequence_rows(n, cu_seqlens, TT, C, ragged)
@@ -547,6 +568,18 @@ def passes(
                 slot = chunk
                 leaving = n
                 leaves = has_d_initial
+            if not ragged:
+                band = tuple(
+                    T.Select(backwards, of_reverse, of_replay)
+                    for of_reverse, of_replay in (
+                        (reverse_first, replay_first), (reverse_count, replay_count), (reverse_at, replay_at),
+                    )
+                )  # fmt: skip
+                row_of_band, rows_of_band, slot_of_band = walked(n, start, length, C, width, band)
+                start = row_of_band
+                length = rows_of_band
+                slot = slot_of_band
+                leaves = T.Select(carries != 0, 1, leaves)
             turns = T.ceildiv(length, C)
             ends = (d_final, d_initial)
             flags = (has_final, leaves)
@@ -564,8 +597,9 @@ def passes(
                     )  # fmt: skip
                 else:
                     replay(
-                        0, (n, hv, first), turns, initial, has_initial, k_s, rows_s, m_s, d_s, (s_0, r_0), for_replay
-                    )
+                        0, (n, hv, first), turns, initial, has_initial, k_s, rows_s, m_s, d_s,
+                        (s_0, r_0, exits, 0 if ragged else carries), for_replay,
+                    )  # fmt: skip
             elif tx < consumers:
                 T.set_max_nreg(with_states, 1)
                 if backwards:
@@ -575,8 +609,8 @@ def passes(
                     )  # fmt: skip
                 else:
                     replay(
-                        G - 1, (n, hv, first + 64), turns, initial, has_initial, k_s, rows_s, m_s, d_s, (s_1, r_1),
-                        for_replay,
+                        G - 1, (n, hv, first + 64), turns, initial, has_initial, k_s, rows_s, m_s, d_s,
+                        (s_1, r_1, exits, 0 if ragged else carries), for_replay,
                     )  # fmt: skip
             elif tx < consumers + 128:
                 T.set_max_nreg(with_pairs, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chunkwise.verifier.facts import Facts
-from chunkwise_tilelang.gated_delta_rule import launch, schedules_backward
+from chunkwise_tilelang.gated_delta_rule import bands_backward, launch, schedules_backward
 from chunkwise_tilelang.gated_delta_rule.launch import _DTYPES, _SHORT, Shape, _never_read, _normalised, slots_of
 from chunkwise_tilelang.gated_delta_rule.schedules import CHUNK, Schedule
 from chunkwise_tilelang.toolkit import compile as compiling
@@ -71,14 +71,21 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class _Passed(NamedTuple):
-    """What the passes leave: S, dS', x and dr of every chunk, and dv."""
+class _Ends(NamedTuple):
+    """The states that a direction starts from and, last, what takes the gradient of the initial state."""
+
+    initial: Tensor | None
+    d_final: Tensor | None
+    d_initial: Tensor | None
+
+
+class _Kept(NamedTuple):
+    """What the passes leave for the gradients: S, dS', x and dr of the chunks that have a slot."""
 
     states: Tensor
     d_states: Tensor
     x: Tensor
     dr: Tensor
-    dv: Tensor
 
 
 def backward(
@@ -106,89 +113,132 @@ def backward(
     grad_dtype = "float32" if norm else dtypes[0]
     index = v.device.index
     groups, segment = schedules_backward.layout(sequences, batch * rows, shape[1:], _multiprocessors(index))
-    run_gradients, *launchers = _launchers(index, groups, segment > 0, shape, dtypes, grad_dtype, offsets is not None)
-    ends = (inputs.initial_state, d_final, d_initial)
-    passed = _passes(launchers, segment, (q, k, d_o), inputs, residuals.tensors, ends, state_shape)
-    found = {"v": passed.dv} if d_initial is None else {"v": passed.dv, "initial_state": d_initial}
-    if needs - {"initial_state", "v"}:
-        sums = residuals.tensors["g_cumsum"]
-        found |= _products(run_gradients, (q, k, d_o), inputs, sums, ends[:2], passed, state_shape)
+    launchers = _launchers(index, groups, segment > 0, shape, dtypes, grad_dtype, offsets is not None)
+    where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
+    saved = residuals.tensors
+    tensors = (q, k, v, saved["inverse"], saved["g_cumsum"], inputs.beta, d_o, where)
+    ends = _Ends(inputs.initial_state, d_final, d_initial)
+    found = _walk(launchers, segment, tensors, inputs, ends, needs)
     if norm:
         for name in needs & {"q", "k"}:
             found[name] = _through_norm(getattr(inputs, name), found[name])
     return {name: found[name] for name in needs}
 
 
-def _passes(
-    launchers: list[compiling.Launcher], segment: int, rows: tuple[Tensor, Tensor, Tensor], inputs: Any,
-    saved: dict[str, Tensor], ends: tuple[Tensor | None, ...], state_shape: tuple[int, ...],
-) -> _Passed:  # fmt: skip
-    """Both passes; ``ends`` are the initial state, the gradient of the final one, and what takes the initial one's."""
-    run_passes, *split = launchers
-    q, k, d_o = rows
-    v, beta, offsets = inputs.v, inputs.beta, inputs.cu_seqlens
-    sequences, value_heads, key_width, value_width = state_shape
-    slots = slots_of(v.shape[0], v.shape[1], sequences, CHUNK, offsets is not None)
+def _walk(
+    launchers: list[compiling.Launcher], segment: int, tensors: tuple[Tensor, ...], inputs: Any, ends: _Ends,
+    needs: frozenset[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    """All gradients, dq and dk of the rows that the kernels see: the steps of a plan, one after the other."""
+    run_gradients, run_passes, *split = launchers
+    v, offsets = inputs.v, inputs.cu_seqlens
+    batch, rows = v.shape[:2]
+    sequences = len(offsets) - 1 if offsets is not None else batch
+    entries = _segment_ends(split, segment, tensors, ends, inputs, sequences) if segment else None
+    places = sequences if entries is None else len(entries[0])
+    plan = _plan(inputs, places, segment)
+    ragged = offsets is not None
+    kept = _room(v, inputs.k.shape[3], slots_of(batch, rows, sequences, CHUNK, True) if ragged else places * plan.width)
+    found = {"v": _rows(v, offsets)} | ({} if ends.d_initial is None else {"initial_state": ends.d_initial})
+    products = _gradients_of(tensors, inputs) if needs - {"initial_state", "v"} else {}
+    sizes = (places, sequences.bit_length(), segment, plan.width)
+    for step, (states, flags) in zip(plan.steps, _carried(len(plan.steps), ends, entries, places, inputs), strict=True):
+        run_passes(
+            *tensors, *states, *kept, found["v"], *sizes, *step.replay, *step.reverse, inputs.scale, *flags
+        )  # fmt: skip
+        if products and any(band.chunks for band in step.bands):
+            _products(run_gradients, tensors, inputs, ends, kept, products, plan, step.bands)
+    return found | products
+
+
+def _plan(inputs: Any, places: int, segment: int) -> bands_backward.Plan:
+    """The steps of a call; of a ragged one all at once, for nobody here knows how long its sequences are."""
+    v = inputs.v
+    whole = -(-v.shape[1] // CHUNK)
+    chunks = min(segment, whole) if segment else whole
+    if inputs.cu_seqlens is not None:
+        return bands_backward.at_once(whole, chunks)
+    sizes = (v.shape[2], inputs.k.shape[3], v.shape[3])
+    return bands_backward.plan(whole, chunks, schedules_backward.first_piece(places, chunks, sizes, v.itemsize))
+
+
+def _room(v: Tensor, key_width: int, slots: int) -> _Kept:
+    value_heads, value_width = v.shape[2:]
     states, d_states = (v.new_empty(slots, value_heads, value_width, key_width) for _ in range(2))
     x, dr = (v.new_empty(slots, value_heads, CHUNK, value_width) for _ in range(2))
-    passed = _Passed(states, d_states, x, dr, _rows(v, offsets))
-    where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
-    absent = _never_read(v.device, torch.float32, (1, *state_shape[1:]))
-    initial, d_final, d_initial = (absent if state is None else state for state in ends)
+    return _Kept(states, d_states, x, dr)
+
+
+def _carried(
+    steps: int, ends: _Ends, entries: Tensor | None, places: int, inputs: Any
+) -> Iterator[tuple[tuple[Tensor, ...], tuple[int, ...]]]:
+    """For each step the passes' states (initial, d_final, exits, d_initial) and flags.
+
+    Between two steps they are in fp32 by place, where segments have theirs already; the call's own stay as they are.
+    """
+    v = inputs.v
+    shape = (v.shape[2], inputs.k.shape[3], v.shape[3])
+    absent = _never_read(v.device, torch.float32, (1, *shape))
+    given = tuple(absent if state is None else state for state in ends)
     has_initial, has_final, has_d_initial = (int(state is not None) for state in ends)
-    tensors = (q, k, v, saved["inverse"], saved["g_cumsum"], beta, d_o, where)
-    places = sequences
-    if segment:
-        states_of = ((initial, has_initial), (d_final, has_final))
-        initial, d_final = _segment_ends(split, segment, tensors, states_of, inputs, sequences)
-        places, has_initial, has_final = len(initial), 1, 1
-    run_passes(
-        *tensors, initial, d_final, d_initial, *passed,
-        places, sequences.bit_length(), segment, inputs.scale, has_initial, has_final, has_d_initial,
-    )  # fmt: skip
-    return passed
+    carry = entries
+    if carry is None and steps > 1:
+        carry = v.new_empty(2, places, *shape, dtype=torch.float32)
+    for step in range(steps):
+        inside = step > 0 or entries is not None
+        begin = (carry[0], carry[1]) if carry is not None and inside else given[:2]
+        flags = (1, 1) if inside else (has_initial, has_final)
+        if carry is not None and step < steps - 1:
+            yield (*begin, carry[0], carry[1]), (*flags, 0, 1)
+        else:
+            yield (*begin, absent, given[2]), (*flags, has_d_initial, 0)
 
 
 def _segment_ends(
-    launchers: list[compiling.Launcher], segment: int, tensors: tuple[Tensor, ...],
-    ends: tuple[tuple[Tensor, int], tuple[Tensor, int]], inputs: Any, sequences: int,
+    launchers: list[compiling.Launcher], segment: int, tensors: tuple[Tensor, ...], ends: _Ends, inputs: Any,
+    sequences: int,
 ) -> Tensor:  # fmt: skip
     """The entry states of all segments, and the gradients of their exit states: [2, segments, HV, K, V]."""
     run_summaries, run_compose = launchers
-    (initial, has_initial), (d_final, has_final) = ends
     v, where = tensors[2], tensors[7]
-    value_heads, key_width, value_width = initial.shape[1:]
-    batch, rows = v.shape[:2]
+    batch, rows, value_heads, value_width = v.shape
+    key_width = inputs.k.shape[3]
     segments = slots_of(batch, rows, sequences, segment * CHUNK, inputs.cu_seqlens is not None)
     maps = v.new_empty(segments, value_heads, 2, key_width, key_width, dtype=torch.bfloat16)
     added = v.new_empty(2, segments, value_heads, key_width, value_width, dtype=torch.float32)
     found = torch.empty_like(added)
+    absent = _never_read(v.device, torch.float32, (1, value_heads, key_width, value_width))
+    states = (absent if state is None else state for state in ends[:2])
+    flags = (int(state is not None) for state in ends[:2])
     run_summaries(*tensors, maps, *added, sequences.bit_length(), segment, inputs.scale)
-    run_compose(maps, added, where, initial, d_final, found, sequences, rows, segment, has_initial, has_final)
+    run_compose(maps, added, where, *states, found, sequences, rows, segment, *flags)
     return found
+
+
+def _gradients_of(tensors: tuple[Tensor, ...], inputs: Any) -> dict[str, Tensor]:
+    """What takes dq and dk, of the normalised rows in fp32 where they are normalised, dg and dbeta."""
+    offsets = inputs.cu_seqlens
+    wide = torch.float32 if inputs.use_qk_l2norm_in_kernel else None
+    found = {"q": _rows(tensors[0], offsets, wide), "k": _rows(tensors[1], offsets, wide)}
+    return found | {name: _rows(getattr(inputs, name), offsets) for name in ("g", "beta")}
 
 
 def _products(
-    kernel: compiling.Launcher, rows: tuple[Tensor, Tensor, Tensor], inputs: Any, g_cumsum: Tensor,
-    ends: tuple[Tensor | None, Tensor | None], passed: _Passed, state_shape: tuple[int, ...],
-) -> dict[str, Tensor]:  # fmt: skip
-    """dq and dk, of the normalised rows in fp32 where they are normalised, dg and dbeta."""
-    q, k, d_o = rows
-    v, offsets = inputs.v, inputs.cu_seqlens
-    wide = torch.float32 if inputs.use_qk_l2norm_in_kernel else None
-    found = {"q": _rows(q, offsets, wide), "k": _rows(k, offsets, wide)}
-    found |= {name: _rows(getattr(inputs, name), offsets) for name in ("g", "beta")}
-    where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
-    absent = _never_read(v.device, torch.float32, (1, *state_shape[1:]))
-    initial, d_final = (absent if state is None else state for state in ends)
-    units = passed.x.shape[0] * k.shape[2]
+    kernel: compiling.Launcher, tensors: tuple[Tensor, ...], inputs: Any, ends: _Ends, kept: _Kept,
+    found: dict[str, Tensor], plan: bands_backward.Plan, bands: tuple[bands_backward.Band, bands_backward.Band],
+) -> None:  # fmt: skip
+    """dq, dk, dg and dbeta of the chunks of two bands."""
+    q, k, v, _, g_cumsum, beta, d_o, where = tensors
+    absent = _never_read(v.device, torch.float32, (1, v.shape[2], k.shape[3], v.shape[3]))
+    initial, d_final = (absent if state is None else state for state in ends[:2])
+    sequences = len(where) - 1 if inputs.cu_seqlens is not None else v.shape[0]
+    most = kept.x.shape[0] * k.shape[2]  # units: no chunk of a step is without a slot
     kernel(
-        q, k, v, g_cumsum, inputs.beta, d_o, where, initial, d_final, *passed[:4],
+        q, k, v, g_cumsum, beta, d_o, where, initial, d_final, *kept,
         *(found[name] for name in ("q", "k", "g", "beta")),
-        inputs.scale, state_shape[0].bit_length(), min(units, _multiprocessors(v.device.index)),
-        *(int(state is not None) for state in ends),
+        inputs.scale, sequences.bit_length(), min(most, _multiprocessors(v.device.index)),
+        plan.chunks, plan.width, *bands[0], *bands[1], *(int(state is not None) for state in ends[:2]),
     )  # fmt: skip
-    return found
 
 
 def _rows(like: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:

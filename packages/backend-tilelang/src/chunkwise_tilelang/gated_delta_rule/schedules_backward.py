@@ -19,6 +19,11 @@ GRADIENTS_REGISTERS = (224, 56)
 
 _BARRIERS_BYTES = 1024
 
+# A call in pieces takes some 30 us more for each of them (NOTES.md): a few percent where all at once is this much.
+_AT_ONCE_BYTES = 1 << 30
+_FEWEST_CHUNKS = 16
+_FIRST_OF_HALF = 7
+
 
 # Microseconds, measured (NOTES.md). Of a chunk of the passes: alone, and what a full device adds, by the square of its
 # busy part; of a chunk of the summaries, backwards and forwards; of a segment in the composition; of two launches.
@@ -85,6 +90,25 @@ def layout(sequences: int, rows: int, sizes: tuple[int, int, int], multiprocesso
     if best == 1:
         return groups(sequences, value_heads, value_width, multiprocessors), 0
     return 1, -(-chunks // best)
+
+
+def state_bytes(places: int, slots: int, sizes: tuple[int, int, int], itemsize: int) -> int:
+    """Of S, dS', x and dr in ``slots`` chunks of each place, in a dtype of ``itemsize`` bytes; ``sizes`` as above."""
+    value_heads, key_width, value_width = sizes
+    return places * slots * value_heads * 2 * (key_width + schedules.CHUNK) * value_width * itemsize
+
+
+def first_piece(places: int, chunks: int, sizes: tuple[int, int, int], itemsize: int) -> int:
+    """Chunks of the first piece that both directions take behind the middle of a place, or 0: all chunks at once.
+
+    Places are sequences or their segments, with ``chunks`` chunks each. With a seventh of a half there are three
+    pieces, each as long as all before it and the first one once more, and about 4/7 of all chunks are kept. All at once
+    where the memory is not worth the time, or pieces would have next to nothing to do.
+    """
+    if chunks < _FEWEST_CHUNKS or state_bytes(places, chunks, sizes, itemsize) <= _AT_ONCE_BYTES:
+        return 0
+    half = -(-chunks // 2)
+    return -(-half // _FIRST_OF_HALF)
 
 
 def passes_bytes(key_width: int, groups: int) -> int:

@@ -20,7 +20,7 @@ _HEADS = {"heads": 2, "value_heads": 4}
 # With two groups the thread that computes pairs has 72 registers, and one that copies 24: NOTES.md.
 _SPILL_BYTES = {1: 0, 2: 400}
 
-_PASSES_SPILL_BYTES = {1: 32, 2: 500}
+_PASSES_SPILL_BYTES = {1: 0, 2: 400}
 # A score matrix's gradient lies in memory between value heads: NOTES.md.
 _GRADIENTS_SPILL_BYTES = 1400
 

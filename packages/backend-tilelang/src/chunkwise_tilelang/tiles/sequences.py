@@ -3,6 +3,11 @@
 Chunks of C rows start at a sequence's first row. Chunk i of sequence n has the slot ``start // C + n + i``: no two
 chunks share one, and there are no more than ``T // C + N``, so that nothing is counted first. Some slots stay empty.
 Offsets are clamped: bad ones give wrong rows, never rows of other tensors.
+
+A *place* is a sequence, or a segment of one; a *band* is the same few chunks of every place of a dense call, from
+``first`` on ``count`` of them, counted from the place's own first chunk. A place has ``width`` slots where not all
+chunks are kept at once, and a band's are there from slot ``at`` on. The last place of a sequence may have fewer chunks
+than the others, and then fewer or none of a band.
 """
 
 from typing import Any
@@ -106,6 +111,44 @@ def segment_rows(slot, cu_seqlens, sequences, steps, rows, chunk_size, chunks, r
         chunk = n * T.ceildiv(rows, chunk_size) + first // chunk_size
         ends = T.Select(first + width >= rows, 1, 0)
     return n, first, count, chunk, ends
+
+
+@T.macro
+def walked(place, begin, count, chunk_size, width, band):
+    """First row, number of rows and first slot of a band ``(first, count, at)`` in a place of ``count`` rows."""
+    start, length, slot = (T.alloc_var("int32") for _ in range(3))
+    start = begin + band[0] * chunk_size
+    length = T.max(T.min(count - band[0] * chunk_size, band[1] * chunk_size), 0)
+    slot = place * width + band[2]
+    return start, length, slot
+
+
+@T.macro
+def band_slots(index, sequences, rows, chunk_size, chunks, width, bands):
+    """Of chunk ``index`` of two bands, one behind the other: its slot among all chunks, and its slots in two buffers.
+
+    A band is ``(size, first, count, at, other_at)``: it has ``size`` chunks of a sequence altogether, and may begin at
+    another slot of a place in each of the buffers.
+    """
+    # Variables, since TileLang puts an expression wherever its name stands; nothing is negative that is divided.
+    size, first, count, at, other_at, rest, n, place = (T.alloc_var("int32") for _ in range(8))
+    one, two = bands
+    rest = index - sequences * one[0]
+    size = T.Select(rest >= 0, two[0], one[0])
+    first = T.Select(rest >= 0, two[1], one[1])
+    count = T.Select(rest >= 0, two[2], one[2])
+    at = T.Select(rest >= 0, two[3], one[3])
+    other_at = T.Select(rest >= 0, two[4], one[4])
+    rest = T.Select(rest >= 0, rest, index)
+    n = T.truncdiv(rest, size)
+    rest -= n * size
+    place = T.truncdiv(rest, count)  # of the sequence: only its last one may have less than ``count`` of the band
+    rest -= place * count
+    first += n * T.ceildiv(rows, chunk_size) + place * chunks + rest
+    place += n * T.truncdiv(T.ceildiv(rows, chunk_size) + chunks - 1, chunks)
+    at += place * width + rest
+    other_at += place * width + rest
+    return first, at, other_at
 
 
 @T.macro

@@ -1,6 +1,6 @@
 """The gradients of a chunk on Hopper, once its states and their gradients are known: dq, dk, dg and dbeta.
 
-With the names of :mod:`.kernels_passes_sm90`, for one value head of a key head (rows t, s of the chunk, ``s <= t``):
+With the names of :mod:`.kernels_walks_sm90`, for one value head of a key head (rows t, s of the chunk, ``s <= t``):
 
     dP = scale exp(G_t - G_s) do x^T         B = -beta_t exp(G_t - G_s) dr x^T  (s < t)
     dq += exp(G) scale do S^T + dP k         dk += exp(G_C - G) x dS'^T - exp(G) beta dr S^T + dP^T q + (B + B^T) k

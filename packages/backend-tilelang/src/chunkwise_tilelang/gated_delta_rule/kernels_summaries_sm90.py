@@ -9,7 +9,7 @@ from typing import Any
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 from tilelang.layout import make_swizzled_layout
 
-from chunkwise_tilelang.gated_delta_rule.kernels_passes_sm90 import CONFIGS, walks
+from chunkwise_tilelang.gated_delta_rule.kernels_walks_sm90 import CONFIGS, walks
 from chunkwise_tilelang.tiles.sequences import segment_rows, sequence_rows
 
 

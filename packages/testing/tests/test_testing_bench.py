@@ -28,7 +28,7 @@ from chunkwise_testing.scorer.floors import Rates, measure_rates
 from chunkwise_testing.scorer.gate import Gate, RefusedError, Timed
 from chunkwise_testing.scorer.graphs import captured
 from chunkwise_testing.scorer.inputs import BOTH, FORWARD, MODES, shapes_of
-from chunkwise_testing.scorer.instruments import of_cpu, of_cuda
+from chunkwise_testing.scorer.instruments import KernelTime, of_cpu, of_cuda
 from chunkwise_testing.scorer.results import BEST, Score
 from chunkwise_testing.scorer.score import NO_BACKWARD_COST, Request, Scorer
 
@@ -210,6 +210,46 @@ def test_graphs_and_peaks_come_from_the_instruments():
     assert [o.value for o in score.once if o.what == "peak memory"] == [5.0, 30.0]  # o; o and five gradients
 
 
+def test_kernels_of_every_side_are_listed_behind_its_times(peer):
+    order = []
+
+    def kernels(run):
+        order.append("kernels")
+        return [KernelTime("scan", 30.0, 1.0), KernelTime("solve", 10.0, 2.0 * len(run()))]
+
+    def breaks(**arguments):
+        if arguments["q"].requires_grad:
+            raise RuntimeError("no backward here")
+        return exactly_ours(**arguments)
+
+    one = scorer(others=[peer("breaks", breaks)], instruments=dataclasses.replace(of_cpu(), kernels=kernels))
+    one.request = dataclasses.replace(one.request, kernels=True)
+    one.keep = lambda so_far: order.append(len(so_far.rows))
+    score = one.run({})
+    found = [(k.side, k.mode, k.name, k.us, k.launches, k.reason) for k in score.kernels]
+    assert found == [
+        ("chunkwise", FORWARD, "scan", 30.0, 1.0, None),
+        ("chunkwise", FORWARD, "solve", 10.0, 2.0, None),
+        ("breaks", FORWARD, "scan", 30.0, 1.0, None),
+        ("breaks", FORWARD, "solve", 10.0, 2.0, None),
+        ("chunkwise", BOTH, "scan", 30.0, 1.0, None),
+        ("chunkwise", BOTH, "solve", 10.0, 12.0, None),
+        ("breaks", BOTH, "", 0.0, 0.0, "RuntimeError: no backward here"),
+    ]
+    assert {k.shape for k in score.kernels} == {"h2-hv8-1x2048@T16"}
+    assert order == [4, *["kernels"] * 3, 4]
+    assert Score.from_json(score.to_json()).kernels == score.kernels
+    assert scorer().run({}).kernels == ()
+
+
+def test_why_there_are_no_kernels(capsys):
+    assert core_cli.main(["bench", OP, *SHAPE, "--calls", "2", "--modes", "forward", "--kernels"]) == 0
+    printed = capsys.readouterr().out
+    (line,) = [text.split() for text in printed.split("Kernels, us a call\n")[1].splitlines()[1:2]]
+    assert line[1:3] == ["forward", "chunkwise"]
+    assert f"{line[3]} not measured on cpu" in printed
+
+
 def test_first_calls_come_before_anything_else():
     order = []
 
@@ -358,6 +398,14 @@ def test_cuda_instruments_measure_what_is_known():
     assert tools.cache_bytes > 0 and tools.free_bytes() > 0
     rates = measure_rates("cuda", tools.timer)
     assert 1e10 < rates.copy_bytes_per_s < 1e14 and 1e12 < rates.matmul_flops < 1e17
+
+
+@pytest.mark.gpu
+def test_cuda_kernels_are_those_of_the_call():
+    x = torch.ones(1 << 24, device="cuda")
+    found = of_cuda().kernels(lambda: [x.add_(1.0), x.add_(1.0), torch.exp(x)])
+    assert sorted(kernel.launches for kernel in found) == [1.0, 2.0]
+    assert all(1.0 < kernel.us < 1e4 for kernel in found)
 
 
 @pytest.mark.gpu

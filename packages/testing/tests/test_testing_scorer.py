@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ from chunkwise.verifier.device import CPU, FAKE_DEVICES
 from chunkwise_testing import sampling
 from chunkwise_testing.routes import facts_of
 from chunkwise_testing.sampling import PLANS
-from chunkwise_testing.scorer import floors, graphs, inputs, timing
+from chunkwise_testing.scorer import floors, graphs, inputs, instruments, timing
 from chunkwise_testing.scorer.gate import Check
 from chunkwise_testing.scorer.inputs import BOTH, FORWARD
 from chunkwise_testing.scorer.instruments import ClockTimer, of_cpu
 from chunkwise_testing.scorer.render import render
-from chunkwise_testing.scorer.results import BEST, Accuracy, Figure, Once, Row, Score
+from chunkwise_testing.scorer.results import BEST, Accuracy, Figure, Kernel, Once, Row, Score
 
 OP = "chunk_gated_delta_rule"
 DECLARATION = OPS[OP].declaration
@@ -331,6 +332,34 @@ def test_report_has_every_figure_and_reason():
     assert "1.50e-03" in text
     assert "1.250" in text and "3.0" in text
     assert any(line.split()[:4] == ["fla-core", "forward", "events", "1.000"] for line in lines)
+
+
+def test_kernels_have_shares_of_their_call():
+    of = {"side": "chunkwise", "shape": "s1", "mode": FORWARD}
+    found = [
+        Kernel(**of, name="gated_" * 20, us=30.0, launches=2.0),
+        Kernel(**of, name="solve", us=10.0, launches=1.0),
+        Kernel("fla-core", "s1", FORWARD, "scan", 50.0, 0.5),
+        Kernel("flash-qla", "s1", FORWARD, reason="too wide"),
+    ]
+    score = dataclasses.replace(score_of(row("s1", 1.0)), kernels=tuple(found))
+    lines = render(score).split("Kernels, us a call\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split()[2:] for line in lines[1:]] == [
+        ["chunkwise", "gated_" * 10, "2", "30.0", "75%"],
+        ["chunkwise", "solve", "1", "10.0", "25%"],
+        ["fla-core", "scan", "0.5", "50.0", "100%"],
+        ["flash-qla", "[2]", "-", "-", "-"],
+    ]
+    assert Score.from_json(score.to_json()) == score
+    old = json.loads(score.to_json())
+    del old["kernels"]
+    assert Score.from_json(json.dumps(old)).kernels == ()
+
+
+def test_a_profilers_entries_become_kernels():
+    seen = [("scan", 35.0, 10), ("cudaLaunchKernel", 0.0, 30), ("solve", 400.0, 20)]
+    entries = [SimpleNamespace(key=name, device_time_total=us, count=count) for name, us, count in seen]
+    assert instruments.kernel_times(entries, 10) == [("solve", 40.0, 2.0), ("scan", 3.5, 1.0)]
 
 
 def test_columns_line_up():

@@ -58,6 +58,8 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--calls", type=_positive, metavar="N", help="timed calls a repeat; default: a quarter second")
     accuracy = "whose accuracy is shown; a peer that tunes itself at every new shape takes minutes there"
     parser.add_argument("--accuracy", choices=("all", "ours", "none"), default="all", help=accuracy)
+    kernels = "also list the kernels that each side runs in a call, with their times by torch's profiler"
+    parser.add_argument("--kernels", action="store_true", help=kernels)
     parser.add_argument("--cold", action="store_true", help="compile everything: all kernel caches in a fresh folder")
     queue = "with --of: share DIR, a fresh local folder, with other benches: all compile at once, then time one by one"
     parser.add_argument("--queue", type=Path, metavar="DIR", help=queue)
@@ -185,6 +187,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         repeats=arguments.repeats,
         calls=arguments.calls,
         accuracy=arguments.accuracy,
+        kernels=arguments.kernels,
     )
 
 

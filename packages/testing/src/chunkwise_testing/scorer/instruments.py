@@ -1,12 +1,12 @@
-"""What measures on a device: a timer, graph capture, peak memory. CUDA's own, and what takes their place on a CPU."""
+"""What measures on a device: a timer, graph capture, peak memory, kernels. CUDA's own, and a CPU's."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,14 @@ class Graph:
         self._graph.replay()
 
 
+class KernelTime(NamedTuple):
+    """What a call runs under one name: microseconds and launches of a call."""
+
+    name: str
+    us: float
+    launches: float
+
+
 @dataclass(frozen=True)
 class Instruments:
     """The instruments of a device, exchangeable for tests.
@@ -85,6 +93,7 @@ class Instruments:
         new_pool: makes what the graphs of one side share.
         capture: captures a call, given the pool; or the reason why there are no graphs.
         peak_bytes: the most memory that a call takes over what is there when it starts; or the reason why not.
+        kernels: what a call runs on the device, the longest first; or the reason why that is not known.
         clock: seconds, for first calls.
         free_bytes: memory that inputs may take from.
         cache_bytes: of the last cache in front of memory, 0 where it is not known.
@@ -97,6 +106,7 @@ class Instruments:
     new_pool: Callable[[], Any]
     capture: Callable[[Outputs, Any], Any] | str
     peak_bytes: Callable[[Run], int] | str
+    kernels: Callable[[Run], Sequence[KernelTime]] | str
     clock: Callable[[], float]
     free_bytes: Callable[[], int]
     cache_bytes: int
@@ -116,6 +126,7 @@ def of_cpu() -> Instruments:
         new_pool=_nothing,
         capture="not available on cpu",
         peak_bytes="not measured on cpu",
+        kernels="not measured on cpu",
         clock=time.perf_counter,
         free_bytes=lambda: 2 << 30,
         cache_bytes=0,
@@ -133,6 +144,7 @@ def of_cuda() -> Instruments:
         new_pool=torch.cuda.graph_pool_handle,
         capture=Graph,
         peak_bytes=cuda_peak_bytes,
+        kernels=cuda_kernels,
         clock=time.perf_counter,
         free_bytes=lambda: torch.cuda.mem_get_info()[0],
         cache_bytes=int(properties.L2_cache_size),
@@ -153,3 +165,25 @@ def cuda_peak_bytes(run: Run) -> int:
     run()
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_allocated()) - before
+
+
+PROFILED_CALLS = 10
+
+
+def cuda_kernels(run: Run) -> list[KernelTime]:
+    """What torch's profiler sees on the device, the mean of several calls: each kernel alone, gaps between them not."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_CALLS):
+            run()
+        torch.cuda.synchronize()
+    return kernel_times(profiler.key_averages(), PROFILED_CALLS)
+
+
+def kernel_times(averages: Iterable[Any], calls: int) -> list[KernelTime]:
+    """The profiler's entries that took time on the device, a call of ``calls``; the longest first."""
+    found = [KernelTime(e.key, e.device_time_total / calls, e.count / calls) for e in averages if e.device_time_total]
+    return sorted(found, key=lambda kernel: -kernel.us)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from chunkwise_testing.scorer.results import Figure, Once, Row, Score, Summary
 
 NONE = "-"
+_NAME_WIDTH = 60  # templates of C++ have names of hundreds
 
 
 def render(score: Score) -> str:
@@ -18,6 +19,7 @@ def render(score: Score) -> str:
         _table("First calls, s", *_once(score, ("import", "first call"), notes)),
         _table("Accuracy, relative L2", *_accuracy(score, notes)),
         _table("Peak memory over the inputs, MiB", *_once(score, ("peak memory",), notes)),
+        _table("Kernels, us a call", *_kernels(score, notes)),
         _table("Times, ms (spread of the repeats); ratio: the peer's time over ours", *_times(score, notes)),
         _table("Summary", *_summary(score)),
         notes.text(),
@@ -89,6 +91,20 @@ def _accuracy(score: Score, notes: _Notes) -> Cells:
             cells.append(f"{value:.2e}" if value is not None else notes.mark(row.reason if row else None))
         lines.append([*place, *(cells or [notes.mark(found[""].reason)])])
     return ["side", "against", "shape", *(quantities or ["all"])], lines
+
+
+def _kernels(score: Score, notes: _Notes) -> Cells:
+    """One line for each kernel of a side's call, with its share of them all."""
+    lines = []
+    for kernel in score.kernels:
+        call = [kernel.shape, kernel.mode, kernel.side]
+        if kernel.reason is not None:
+            lines.append([*call, notes.mark(kernel.reason), NONE, NONE, NONE])
+            continue
+        whole = sum(k.us for k in score.kernels if [k.shape, k.mode, k.side] == call)
+        share = f"{kernel.us / whole * 100:.0f}%"
+        lines.append([*call, kernel.name[:_NAME_WIDTH], f"{kernel.launches:g}", f"{kernel.us:.1f}", share])
+    return ["shape", "mode", "side", "kernel", "launches", "us", "share"], lines
 
 
 def _times(score: Score, notes: _Notes) -> Cells:

@@ -148,6 +148,28 @@ class Once:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A kernel, copy or fill that a side runs on the device in a call.
+
+    Args:
+        side: whose.
+        shape, mode: of the call.
+        name: as the device knows it; empty where ``reason`` says why nothing is known.
+        us: its time in microseconds, all launches of a call together.
+        launches: in a call.
+        reason: why there are none.
+    """
+
+    side: str
+    shape: str
+    mode: str
+    name: str = ""
+    us: float = 0.0
+    launches: float = 0.0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
 class Score:
     """Everything that one run of the scorer found.
 
@@ -157,7 +179,7 @@ class Score:
         environment: device, versions, date, commit, caches: strings by name.
         rates: the measured copy and matmul rates by name, and how they were measured.
         parity: the gate's checks; none of them red.
-        accuracy, once, rows: as measured.
+        accuracy, once, rows, kernels: as measured.
     """
 
     op: str
@@ -168,6 +190,7 @@ class Score:
     accuracy: tuple[Accuracy, ...] = ()
     once: tuple[Once, ...] = ()
     rows: tuple[Row, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
     schema: int = field(default=SCHEMA)
 
     @property
@@ -209,9 +232,9 @@ class Score:
         if given.get("schema") != SCHEMA:
             raise ValueError(f"a score of schema {given.get('schema')}, but {SCHEMA} is expected; score again")
         given.pop("summaries", None)
-        lists: dict[str, type[Any]] = {"parity": Check, "accuracy": Accuracy, "once": Once}
+        lists: dict[str, type[Any]] = {"parity": Check, "accuracy": Accuracy, "once": Once, "kernels": Kernel}
         for name, kind in lists.items():
-            given[name] = tuple(kind(**entry) for entry in given[name])
+            given[name] = tuple(kind(**entry) for entry in given.get(name, ()))
         given["rows"] = tuple(_row(entry) for entry in given["rows"])
         return cls(**given)
 

@@ -33,7 +33,7 @@ from chunkwise_testing.scorer.inputs import (
 )
 from chunkwise_testing.scorer.instruments import Instruments
 from chunkwise_testing.scorer.queueing import Place
-from chunkwise_testing.scorer.results import Accuracy, Figure, Once, Row, Score
+from chunkwise_testing.scorer.results import Accuracy, Figure, Kernel, Once, Row, Score
 from chunkwise_testing.scorer.sides import Side, failures, in_words, ours, theirs
 from chunkwise_testing.scorer.timing import REPEATS, Reading, time_sides
 from chunkwise_testing.scorer.tuning import Tuners
@@ -60,6 +60,7 @@ class Request:
         modes: of :data:`MODES`.
         repeats, calls: see :func:`chunkwise_testing.scorer.timing.time_sides`.
         accuracy: of :data:`ACCURACY`: whose results are held against fp64, and the peers' against ours.
+        kernels: whether each side's kernels are listed, when all times are taken.
     """
 
     op: Op[..., Any]
@@ -73,6 +74,7 @@ class Request:
     repeats: int = REPEATS
     calls: int | None = None
     accuracy: str = "all"
+    kernels: bool = False
 
 
 def _ignored(_: object) -> None:
@@ -153,6 +155,9 @@ class Scorer:
             if self.tuners is not None:
                 self.tuners.check()
                 score = dataclasses.replace(score, environment={**score.environment, "tuning": str(self.tuners)})
+            self.keep(score)
+        if self.request.kernels:  # behind all times: launches may take longer where a profiler has been at work
+            score = dataclasses.replace(score, kernels=tuple(self._kernels()))
             self.keep(score)
         return score
 
@@ -327,6 +332,27 @@ class Scorer:
             if reason is None and not isinstance(peak, str):
                 value = float(peak(runs[side.name][0]))
             self.once.append(Once(side.name, "peak memory", case.name, mode, value, "bytes", reason))
+
+    # --- kernels ---------------------------------------------------------------------------------------------
+
+    def _kernels(self) -> Iterator[Kernel]:
+        """What each side runs in each call, on one input set."""
+        request = self.request
+        for case in request.cases:
+            self.instruments.release()
+            sets = [draw_set(request.op, case, request.plan, request.device, seed=0)]
+            for mode in request.modes:
+                self.progress(f"kernels of {case.name}, {mode}")
+                runs, reasons = self._ready(case, mode, sets)
+                for side in self.sides:
+                    yield from self._kernels_of((side.name, case.name, mode), runs, reasons)
+            del sets
+
+    def _kernels_of(self, call: tuple[str, str, str], runs: Runs, reasons: Mapping[str, str]) -> list[Kernel]:
+        look, reason = self.instruments.kernels, reasons.get(call[0])
+        if reason is None and not isinstance(look, str):
+            return [Kernel(*call, *kernel) for kernel in look(runs[call[0]][0])]
+        return [Kernel(*call, reason=reason or str(look))]
 
     # --- timings ---------------------------------------------------------------------------------------------
 

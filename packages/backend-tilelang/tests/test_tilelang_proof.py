@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from chunkwise_testing.compiled import Compiled, compile_kernel, stray_syncs
+from chunkwise_testing.compiled import Compiled, compile_kernel, overlays, stray_syncs
 from chunkwise_tilelang.backend import BACKEND
 from chunkwise_tilelang.toolkit import compile as compiling
 from chunkwise_tilelang.toolkit import discover
@@ -103,6 +103,30 @@ def test_where_a_barrier_is_stray(case: str) -> None:
     body, lines = SYNCS[case]
     head = 'extern "C" __global__ void kernel() {\n'
     assert list(stray_syncs(f"{head}{body}\n}}\n{head}__syncthreads();\n}}\n")) == [line + 1 for line in lines]
+
+
+SYNC = "__syncthreads();"
+PLACES = {
+    "with a barrier between": (["early[i] = x;", SYNC, "y = early[j];", SYNC, "late[i] = y;"], ""),
+    "with none": (["early[i] = x;", SYNC, "y = early[j];", "late[i] = y;"], "late takes the place of early"),
+    "on a line with the other": (["late[i] = early[j];"], "late takes the place of early"),
+    "in the other part of a condition": (["if (t) {", "early[i] = x;", "} else {", "late[i] = x;", "}"], "late takes"),
+    "from turn to turn": (
+        ["for (;;) {", "early[i] = x;", SYNC, "late[i] = early_too;", SYNC, "y = late[j];", "}"],
+        "early takes the place of late",
+    ),
+    "in the next turn, behind a barrier": (["for (;;) {", "early[i] = x;", SYNC, "late[i] = x;", SYNC, "}"], ""),
+    "somewhere else": (["early[i] = x;", "behind[i] = x;"], ""),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_where_a_tile_takes_anothers_place(case: str) -> None:
+    body, wanted = PLACES[case]
+    sizes, places = {"early": 64, "late": 32, "behind": 32}, {"early": 0, "late": 32, "behind": 64}
+    head = [f"  void* {name} = ((void*)((char*)buf_dyn_shmem + {at}));" for name, at in places.items()]
+    found = list(overlays("\n".join([*head, *body]), sizes))
+    assert [text.startswith(wanted) for text in found] == ([True] if wanted else [])
 
 
 def test_a_tile_in_another_ones_place(samples: ModuleType) -> None:

@@ -216,12 +216,13 @@ def overlays(source: str, shared_bytes: Mapping[str, int]) -> Iterator[str]:
 
     TileLang gives one place to tiles that are not needed together. It puts barriers there itself, unless a kernel says
     that it has its own (``tl.disable_thread_storage_sync``): then a warp may still read what another one overwrites.
+    Loops count twice, so that what a turn begins with is held against what the one before ended with.
     """
     places = {
         name: range(int(at), int(at) + shared_bytes.get(name, 1))
         for name, at in re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\)", source)
     }
-    lines = [line for line in source.splitlines() if "buf_dyn_shmem" not in line]
+    lines = list(_twice_in_loops([line for line in source.splitlines() if "buf_dyn_shmem" not in line]))
     for pair in itertools.combinations(places, 2):
         first, second = (places[name] for name in pair)
         if first.start >= second.stop or second.start >= first.stop:
@@ -229,7 +230,24 @@ def overlays(source: str, shared_bytes: Mapping[str, int]) -> Iterator[str]:
         last = ""
         for line in lines:
             used = {name for name in pair if re.search(rf"\b{name}\b", line)}
-            if last and used - {last}:
-                yield f"{(used - {last}).pop()} takes the place of {last}, with no barrier of all threads between"
+            if len(used | {last} - {""}) == 2:
+                (new,) = used - {last or min(used)}
+                yield f"{new} takes the place of {last or min(used)}, with no barrier of all threads between"
                 break
             last = "" if "__syncthreads()" in line else min(used, default=last)
+
+
+def _twice_in_loops(lines: Sequence[str]) -> Iterator[str]:
+    """Lines of CUDA C++ in the order in which they run, with two turns of each loop in braces."""
+    at = 0
+    while at < len(lines):
+        text, end = lines[at].strip(), at + 1
+        yield lines[at]
+        if text.startswith(("for ", "while ")) and text.endswith("{"):
+            depth = 1
+            while depth and end < len(lines):
+                depth += lines[end].count("{") - lines[end].count("}")
+                end += 1
+            for _ in range(2):
+                yield from _twice_in_loops(lines[at + 1 : end])
+        at = end

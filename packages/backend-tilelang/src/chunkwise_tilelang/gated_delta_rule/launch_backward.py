@@ -133,11 +133,11 @@ def _walk(
     run_gradients, run_passes, *split = launchers
     v, offsets = inputs.v, inputs.cu_seqlens
     batch, rows = v.shape[:2]
-    sequences = len(offsets) - 1 if offsets is not None else batch
+    ragged = offsets is not None
+    sequences = len(offsets) - 1 if ragged else batch
     entries = _segment_ends(split, segment, tensors, ends, inputs, sequences) if segment else None
     places = sequences if entries is None else len(entries[0])
     plan = _plan(inputs, places, segment)
-    ragged = offsets is not None
     kept = _room(v, inputs.k.shape[3], slots_of(batch, rows, sequences, CHUNK, True) if ragged else places * plan.width)
     found = {"v": _rows(v, offsets)} | ({} if ends.d_initial is None else {"initial_state": ends.d_initial})
     products = _gradients_of(tensors, inputs) if needs - {"initial_state", "v"} else {}

@@ -18,7 +18,7 @@ from chunkwise_tilelang.delta_rule.implementations import as_gated
 from chunkwise_tilelang.gated_delta_rule import launch, launch_backward
 from chunkwise_tilelang.gated_delta_rule.schedules import Schedule
 
-_GATED = "gdn-wy64@1"
+_GATED = "gdn-wy64@2"
 
 
 def forward(

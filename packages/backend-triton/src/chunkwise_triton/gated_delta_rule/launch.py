@@ -20,7 +20,7 @@ from chunkwise_triton.gated_delta_rule.schedules import Schedule
 
 LEAN = ("g_cumsum", "inverse")
 FULL = ("g_cumsum", "inverse", "w", "v_new", "states")
-FIELDS = {"gdn-wy64@1": LEAN, "gdn-states64@1": FULL, "delta-wy64@1": LEAN[1:], "delta-states64@1": FULL[1:]}
+FIELDS = {"gdn-wy64@2": LEAN, "gdn-states64@1": FULL, "delta-wy64@2": LEAN[1:], "delta-states64@1": FULL[1:]}
 """What the residual formats of both ops keep."""
 
 

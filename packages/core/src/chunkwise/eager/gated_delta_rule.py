@@ -32,7 +32,7 @@ from chunkwise.eager.triangular import (
     with_columns,
 )
 
-LEAN = "gdn-wy64@1"
+LEAN = "gdn-wy64@2"
 """Residuals `g_cumsum` `[B, T, HV]` fp32 and `inverse` `[B, T, HV, 64]`, the rows of `(I + A)^-1`."""
 FULL = "gdn-states64@1"
 """LEAN and `w = (I + A)^-1 (beta exp(G) k)` `[B, T, HV, K]`, `v_new` `[B, T, HV, V]`, and the entry state of

@@ -27,7 +27,7 @@ BF16 = (
 COVERING = (
     "(TestAccuracy and triton.split and not torch.chunkwise and not chunk_gla and (fp32 or fp16)"
     f" or TestAccuracy and {FP32_ALONE} and fp32 and {ALONE}"
-    f" or {LEAN} and ((test_offsets or test_padding_holds_nan) and fp32 or test_public_backward"
+    f" or {LEAN} and ((test_offsets or test_padding_holds_nan) and fp32 or test_public_backward or test_entry_states"
     " or test_absent_gradient or test_final_state_is_fresh or test_token_by_token or test_opcheck)"
     f" or {ATTENTION} or {BF16})"
 )

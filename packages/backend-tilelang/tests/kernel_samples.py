@@ -5,7 +5,17 @@ from typing import Any
 import tilelang.cpu.language as on_cpu
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 
-from chunkwise_tilelang.tiles.sequences import band_slots, chunk_ends, chunk_rows, segment_rows, segments_of, walked
+from chunkwise_tilelang.tiles.sequences import (
+    band_slots,
+    chunk_ends,
+    chunk_rows,
+    cut_behind,
+    entry_of,
+    segment_rows,
+    segments_of,
+    sequence_rows,
+    walked,
+)
 
 
 def add(*, width: int) -> Any:
@@ -220,48 +230,64 @@ def overlaid(*, barrier: bool) -> Any:
 
 
 def bands(chunk_size: int) -> Any:
-    """For the CPU: what each place of a dense call has of a band, and where each chunk of two bands lies."""
+    """For the CPU: what each place of a dense call has of a band, and where each chunk of the band lies."""
     places, units, offsets = (T.dynamic(name) for name in ("places", "units", "offsets"))
 
     @T.prim_func
     def bands_of(
         cu_seqlens: T.Tensor((offsets,), "int32"),
-        by_place: T.Tensor((places, 4), "int32"),
-        by_unit: T.Tensor((units, 3), "int32"),
+        by_place: T.Tensor((places, 5), "int32"),
+        by_unit: T.Tensor((units, 2), "int32"),
         rows: T.int32,
-        sequences: T.int32,
         chunks: T.int32,
         width: T.int32,
         first: T.int32,
         count: T.int32,
         at: T.int32,
-        size_one: T.int32,
-        first_one: T.int32,
-        count_one: T.int32,
-        at_one: T.int32,
-        other_one: T.int32,
-        size_two: T.int32,
-        first_two: T.int32,
-        count_two: T.int32,
-        at_two: T.int32,
-        other_two: T.int32,
+        size: T.int32,
+        cuts: T.int32,
     ):
         with on_cpu.Kernel(1):
             for place in T.serial(places):
                 n, begin, length, _, _ = segment_rows(place, cu_seqlens, 0, 0, rows, chunk_size, chunks, False)
                 start, taken, slot = walked(place, begin, length, chunk_size, width, (first, count, at))
+                entry = entry_of(place, n, start, chunk_size, cuts)
                 by_place[place, 0] = n
                 by_place[place, 1] = start
                 by_place[place, 2] = taken
                 by_place[place, 3] = slot
-            two = (
-                (size_one, first_one, count_one, at_one, other_one),
-                (size_two, first_two, count_two, at_two, other_two),
-            )
+                by_place[place, 4] = entry
             for unit in T.serial(units):
-                slot, here, there = band_slots(unit, sequences, rows, chunk_size, chunks, width, two)
+                slot, kept = band_slots(unit, rows, chunk_size, chunks, width, (first, count, at, size))
                 by_unit[unit, 0] = slot
-                by_unit[unit, 1] = here
-                by_unit[unit, 2] = there
+                by_unit[unit, 1] = kept
 
     return bands_of
+
+
+def cuts(ragged: bool, chunk_size: int) -> Any:
+    """For the CPU: the first chunk of each segment that has a cut before it, and the slot of that cut."""
+    segments, offsets = (T.dynamic(name) for name in ("segments", "offsets"))
+
+    @T.prim_func
+    def cuts_of(
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        by_segment: T.Tensor((segments, 4), "int32"),
+        steps: T.int32,
+        rows: T.int32,
+        chunks: T.int32,
+        count: T.int32,
+    ):
+        with on_cpu.Kernel(1):
+            for slot in T.serial(segments):
+                n, start, length, _, _ = segment_rows(
+                    slot, cu_seqlens, offsets - 1, steps, rows, chunk_size, chunks, ragged
+                )
+                batch, opening, _, _ = sequence_rows(n, cu_seqlens, rows, chunk_size, ragged)
+                turn, cut = cut_behind((start - opening) // chunk_size, batch, start, chunk_size, count)
+                by_segment[slot, 0] = start
+                by_segment[slot, 1] = length
+                by_segment[slot, 2] = turn
+                by_segment[slot, 3] = cut
+
+    return cuts_of

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from chunkwise.autograd.residuals import ENTRY_CHUNKS
+
 CHUNK = 64
 Places = Callable[[tuple[int, ...] | None, int, int, int], tuple[Tensor, Tensor, Tensor]]
 OFFSETS = [
@@ -90,3 +92,38 @@ def test_random_offsets(places: Places) -> None:
         count, rows = (int(torch.randint(1, most, (), generator=generator)) for most in (12, 1500))
         cuts = torch.randint(0, rows + 1, (count,), generator=generator).sort().values.tolist()
         check(places, (0, *cuts), 1, rows, int(torch.randint(1, 6, (), generator=generator)))
+
+
+@pytest.mark.parametrize("chunks", [7, 16, 32, 33, 64, 1000])
+@pytest.mark.parametrize("offsets", [None, (0, 100, 2148, 2148, 4197, 8397), (0, 2048, 4097, 6145, 6200, 10296)])
+def test_cuts(samples: ModuleType, offsets: tuple[int, ...] | None, chunks: int) -> None:
+    """Each is left once, by the block that has the chunk behind it, at the slot that the residual format names."""
+    import tilelang
+
+    ragged = offsets is not None
+    kernel = tilelang.compile(samples.cuts(ragged, CHUNK), target="c", execution_backend="cython")
+    batch, rows = (1, offsets[-1]) if offsets is not None else (3, 4200)
+    spans = list(pairwise(offsets)) if offsets is not None else [(0, rows)] * batch
+    sequences, width, apart = len(spans), chunks * CHUNK, ENTRY_CHUNKS * CHUNK
+    count = (rows - 1) // apart
+    segments = rows // width + sequences if ragged else batch * -(-rows // width)
+    found = torch.full((segments, 4), -7, dtype=torch.int32)
+    where = torch.tensor(offsets or (0, 0), dtype=torch.int32)
+
+    def left() -> list[tuple[int, int]]:
+        kernel(where, found, sequences.bit_length(), rows, chunks, count)
+        listed = []
+        for start, length, turn, slot in found.tolist():
+            turns = range(turn, -(-length // CHUNK), ENTRY_CHUNKS) if turn >= 0 else ()
+            listed += [(start + i * CHUNK, slot + j) for j, i in enumerate(turns)]
+        return sorted(listed)
+
+    wanted = [
+        (row, (0 if ragged else n) * count + row // apart - 1)
+        for n, (begin, end) in enumerate(spans)
+        for row in range(begin + apart, end, apart)
+    ]
+    assert left() == sorted(wanted)
+    assert len({slot for _, slot in wanted}) == len(wanted)
+    count = 0
+    assert left() == []

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from chunkwise.autograd.residuals import ENTRY_CHUNKS
 from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
@@ -26,7 +27,7 @@ from chunkwise_triton.simple_gla import schedules as simple_gla_schedules
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NVDISASM = BIN / "nvdisasm"
 DOT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-FP32 = ["g", "g_cumsum", "g_low", "to_end", "whole", "beta", "dg", "d_beta", "sums", "state_sums"]
+FP32 = ["g", "g_cumsum", "g_low", "to_end", "whole", "beta", "dg", "d_beta", "sums", "state_sums", "entry_states"]
 FP32 += ["state_dq", "state_dk", "initial_state", "final_state", "d_initial", "d_final"]
 WIDENED = ["q_k", "q_b", "a_k", "q_in", "k_out", "b_out", "d_u", "d_rhs", "states", "d_states"]
 WIDENED += ["d_qk", "d_qb", "d_ak", "d_ab"]
@@ -109,6 +110,7 @@ def compiled(op, name, call, schedule, ragged=True):
         **{"BK": tile.block_k, "BLOCK_K": tile.block_k, "BV": tile.block_v, "ROWS": tile.rows, "STAGES": tile.stages},
         **{"C": schedule.chunk_size, "DOT": DOT[schedule.dot], "RAGGED": ragged, "DELTA": delta, "GATED": gated},
         **{"HAS_DG": gated, "DECAYED": channels, "LOW_RANK": dplr, **FLAGS},
+        **{"ENTRY_CHUNKS": ENTRY_CHUNKS if KERNELS[op] is DELTA_RULE else 0},
         **{"SUMMED": False, "WIDTH": triton.next_power_of_2(call.size("K"))},
     }
     if dplr:

@@ -66,7 +66,7 @@ def fake_backend(
         schedule=lambda facts: ("tile", 64),
         forward="chunkwise.eager.gated_delta_rule:forward",
         backward="chunkwise.eager.gated_delta_rule:backward",
-        residuals=("gdn-wy64@1",),
+        residuals=("gdn-wy64@2",),
         compile=f"{__name__}:{hook}" if hook else None,
     )
     finding = Finding(ok, "a fake thing" if ok else "nothing", "" if ok else "buy one")
@@ -240,7 +240,7 @@ def test_ops_is_one_line_an_op(capsys: pytest.CaptureFixture[str]) -> None:
         "A_log=None [HV]",
         "-> o [B T HV V], final_state [N HV K V] if output_final_state",
         "gradients: q k v g beta initial_state",
-        "gdn-wy64@1 (lean), gdn-states64@1 (full)",
+        "gdn-wy64@2 (lean), gdn-states64@1 (full)",
     ):
         assert part in line
 
@@ -271,7 +271,7 @@ def test_explain_for_a_device_that_is_not_here(
 ) -> None:
     code, out, _ = explain(capsys, "--device", name)
     assert code == 0
-    assert "route: torch/gated_delta_rule/chunkwise (forward and backward), residuals gdn-wy64@1" in out
+    assert "route: torch/gated_delta_rule/chunkwise (forward and backward), residuals gdn-wy64@2" in out
     assert (
         out.splitlines()[0]
         .lower()

@@ -60,7 +60,7 @@ def test_a_forward_that_no_backward_fits_is_not_chosen_when_gradients_are_needed
 
 def test_residual_format_follows_the_override(inputs):
     inputs["q"].requires_grad_()
-    assert "gdn-wy64@1" in chunkwise.explain(gdn, **inputs).route
+    assert "gdn-wy64@2" in chunkwise.explain(gdn, **inputs).route
     with chunkwise.prefer(residuals="full"):
         assert "gdn-states64@1" in chunkwise.explain(gdn, **inputs).route
     with chunkwise.prefer(residuals="fat"), pytest.raises(errors.UnknownNameError, match=r"lean.*full"):

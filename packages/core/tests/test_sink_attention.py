@@ -56,7 +56,7 @@ def test_a_residual_policy_without_a_format_of_its_own_leaves_the_only_one() -> 
     assert str(explanation.route).endswith("residuals attention-lse@1")
     assert q.grad is not None
     with (
-        chunkwise.prefer(residuals="gdn-wy64@1"),
+        chunkwise.prefer(residuals="gdn-wy64@2"),
         pytest.raises(ValueError, match=r"no residual format.*attention-lse@1"),
     ):
         chunkwise.sink_attention(q, k, v, torch.zeros(4))

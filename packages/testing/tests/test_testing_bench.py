@@ -341,7 +341,7 @@ def test_a_forward_that_raises_is_red():
 
 def test_every_declared_case_and_one_as_wide_as_the_shape_is_checked(all_cases):
     gate = Gate("bf16-mixed", "cpu", shapes_of(DECLARATION, ["h2-hv8-1x2048"], 16))
-    pair = Timed(OP, GATED_DELTA_RULE.name, GATED_DELTA_RULE.name, "gdn-wy64@1")
+    pair = Timed(OP, GATED_DELTA_RULE.name, GATED_DELTA_RULE.name, "gdn-wy64@2")
     samples = list(gate._samples(pair))
     assert [s.case.name for s in samples] == [*(c.name for c in DECLARATION.promises.cases), "h2-hv8-1x2048@T16"]
     assert {s.plan for s in samples} == {"bf16-mixed"}

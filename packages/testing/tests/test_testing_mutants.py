@@ -20,6 +20,7 @@ from chunkwise_testing.suite.base import Subject, small_case
 from chunkwise_testing.suite.gradients import Gradients
 from chunkwise_testing.suite.memory import Memory
 from chunkwise_testing.suite.ragged import Ragged
+from chunkwise_testing.suite.residuals import Residuals
 from chunkwise_testing.suite.shapes import Shapes
 from chunkwise_testing.suite.states import States
 
@@ -85,6 +86,22 @@ def reads_beside(schedule, inputs, save):
     return (o + 0.0 * before.sum(), state), saved
 
 
+def enters_a_chunk_early(schedule, inputs, save):
+    """Keeps the states before the chunk before."""
+    result, saved = eager.forward(schedule, inputs, save)
+    if save == FORMAT:
+        states = eager.forward(schedule, inputs, eager.FULL)[1]["states"].float()
+        kept = saved["entry_states"]
+        kept.copy_(states.unflatten(0, (kept.shape[0], -1))[:, 31::32][:, : kept.shape[1]])
+    return result, saved
+
+
+def swaps_entry_rows(schedule, inputs, save):
+    """Keeps each state in another row of the batch."""
+    result, saved = eager.forward(schedule, inputs, save)
+    return result, {name: x.flip(0) if name == "entry_states" else x for name, x in saved.items()}
+
+
 def backward_with(change):
     def backward(schedule, inputs, residuals, grads, needs):
         return change(eager.backward(schedule, inputs, residuals, grads, needs), inputs, grads)
@@ -115,6 +132,7 @@ def first_gate_gradient(found, inputs, grads):
 MUTANTS = {
     "aliases_state": (aliases_state, None),
     "drops_state_gradient": (None, backward_with(drops_state_gradient)),
+    "enters_a_chunk_early": (enters_a_chunk_early, None),
     "first_gate_gradient": (None, backward_with(first_gate_gradient)),
     "ignores_last_row": (ignores_last_row, None),
     "leaks_padding": (leaks_padding, None),
@@ -125,6 +143,7 @@ MUTANTS = {
     "rounds_like_tf32": (rounds_like_tf32, None),
     "scales_d_beta": (None, backward_with(scaled("beta", 1.0 + 1e-5))),
     "scales_d_g": (None, backward_with(scaled("g", 1.0 + 1e-5))),
+    "swaps_entry_rows": (swaps_entry_rows, None),
     "swaps_heads": (swaps_heads, None),
     "transposes_state": (transposes_state, None),
     "writes_input": (writes_input, None),
@@ -133,6 +152,7 @@ MUTANTS = {
 CAUGHT_BY = {
     "aliases_state": lambda s: States().test_final_state_is_fresh(s, 0),
     "drops_state_gradient": lambda s: States().test_loss_on_output_only(s, "fp32"),
+    "enters_a_chunk_early": lambda s: Residuals().test_entry_states(s, None),
     "first_gate_gradient": lambda s: Shapes().test_first_gate_without_state(s, "strong"),
     "ignores_last_row": lambda s: Memory().test_poison(s, "fp32", None, False),
     "leaks_padding": lambda s: Ragged().test_padding_holds_nan(s, "fp32"),
@@ -143,6 +163,7 @@ CAUGHT_BY = {
     "rounds_like_tf32": lambda s: s.check_sample(Sample(OP, small_case(OP, "plain"))),
     "scales_d_beta": lambda s: Gradients().test_subsets(s, None),
     "scales_d_g": lambda s: Gradients().test_subsets(s, None),
+    "swaps_entry_rows": lambda s: Residuals().test_entry_states(s, None),
     "swaps_heads": lambda s: s.check_sample(Sample(OP, small_case(OP, "plain"), "bf16")),
     "transposes_state": lambda s: s.check_sample(Sample(OP, small_case(OP, "plain"), "bf16")),
     "writes_input": lambda s: Memory().test_inputs_are_not_written(s),

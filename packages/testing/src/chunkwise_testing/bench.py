@@ -90,7 +90,7 @@ _NOOP = Implementation(
     schedule=lambda facts: None,
     forward="chunkwise_testing.bench:_noop_forward",
     backward="chunkwise_testing.bench:_noop_forward",
-    residuals=("gdn-wy64@1",),
+    residuals=("gdn-wy64@2",),
 )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunkwise.autograd import graph
+from chunkwise.autograd.residuals import ResidualFormat
 from chunkwise_testing.oracle import Result, evaluate
 from chunkwise_testing.sampling import Call
 
@@ -29,6 +30,13 @@ def node_arguments(call: Call, needs: Collection[str]) -> tuple[Any, ...]:
 def node_of(call: Call, residual_format: str | None) -> Any:
     """The op's forward node of a residual format; of the one without residuals for None."""
     return graph._NODES[call.declaration.name, residual_format]
+
+
+def residuals(call: Call, needs: Collection[str], residual_format: ResidualFormat) -> dict[str, Tensor]:
+    """The fields that the call's forward saves for a backward that gives the gradients named."""
+    returned = node_of(call, residual_format.name)(*node_arguments(call, needs))
+    outputs = len(call.declaration.promises.outputs)
+    return dict(zip(residual_format.field_names, returned[outputs:], strict=True))
 
 
 def opcheck(call: Call, needs: Collection[str], residual_format: str | None) -> Mapping[str, str]:

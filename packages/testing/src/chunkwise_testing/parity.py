@@ -13,6 +13,7 @@ from chunkwise_testing.suite.graphs import CudaGraphs, Graphs
 from chunkwise_testing.suite.memory import Memory
 from chunkwise_testing.suite.model_options import ModelOptions
 from chunkwise_testing.suite.ragged import Ragged
+from chunkwise_testing.suite.residuals import Residuals
 from chunkwise_testing.suite.shapes import Shapes
 from chunkwise_testing.suite.states import States
 from chunkwise_testing.suite.table import BackendTable
@@ -30,6 +31,7 @@ SUITE: tuple[Any, ...] = (
     ModelOptions,
     Promises,
     Ragged,
+    Residuals,
     Shapes,
     States,
 )

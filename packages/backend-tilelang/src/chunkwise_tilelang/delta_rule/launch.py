@@ -18,7 +18,7 @@ from chunkwise_tilelang.delta_rule.implementations import as_gated
 from chunkwise_tilelang.gated_delta_rule import launch, launch_backward
 from chunkwise_tilelang.gated_delta_rule.schedules import Schedule
 
-_GATED = "gdn-wy64@1"
+_GATED = "gdn-wy64@2"
 
 
 def forward(
@@ -26,7 +26,7 @@ def forward(
 ) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
     """``(o, final_state)`` and the residuals of the format ``save``, which is the lean one or None."""
     outputs, saved = launch.forward(schedule, _with_gates(inputs), None if save is None else _GATED)
-    return outputs, {} if save is None else {"inverse": saved["inverse"]}
+    return outputs, {name: saved[name] for name in ("inverse", "entry_states") if name in saved}
 
 
 def backward(

@@ -1,17 +1,21 @@
 """In which order the backward takes the chunks of a dense call, and where it keeps what it knows of each.
 
 The gradients of a chunk need its S and x, which are found forwards, and its dS' and dr, which are found backwards. Kept
-for all chunks they are most of a call's memory. So the two directions meet in the middle of every place (a sequence,
-or a segment of one): first each takes its own half and keeps it; then, piece by piece, each goes on into the other's
-half, and the gradients of both pieces, which are known then, are taken at once. What they have taken is not needed any
-more, so its slots take the next pieces, each up to twice as long as the one before::
+for all chunks they are most of a call's memory. But the forward leaves the state before every 32nd chunk, so that each
+place (a sequence, or a segment of one) can be taken in bands, the last one first: the passes replay the states of a
+band from what the forward left, and carry the gradient of the state on from the band behind it; then the gradients take
+the band, and its slots serve another one.
 
-    chunks     0  1  2  3  4  5  6  7 | 8  9 10 11 12 13 14 15
-    replay     first step ----------->   1 | 2 - 2 | 3 ------> ...
-    reverse    ... <----- 3 | 2 - 2 | 1   <---------- first step
+With one room for all bands that is the next one. With two it is the next but one: then the passes of a band run beside
+the gradients of the band behind it, where they leave multiprocessors free::
 
-Nothing is computed twice, and every product has the operands that it has when all chunks are taken at once: between two
-steps the states are carried on in fp32.
+    chunks      0 .. 31 | 32 .. 63 | 64 .. 95 | 96 .. 127
+    room             1  |      0   |      1   |      0
+    first                                       passes
+    then                             passes     gradients
+    then                  passes     gradients
+    then        passes    gradients
+    last        gradients
 """
 
 from __future__ import annotations
@@ -19,76 +23,51 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from chunkwise.autograd.residuals import ENTRY_CHUNKS
 
-class Walk(NamedTuple):
-    """What a direction takes of each place in a step: chunks from ``first`` on, to slots from ``at`` on."""
+
+class Band(NamedTuple):
+    """Chunks of each place, from ``first`` on, to slots from ``at`` on; ``size`` of a sequence altogether."""
 
     first: int
     chunks: int
     at: int
-
-
-class Band(NamedTuple):
-    """Chunks of each place whose gradients are taken, ``size`` of a sequence; where their S, x and dS', dr begin."""
-
     size: int
-    first: int
-    chunks: int
-    states_at: int
-    d_states_at: int
-
-
-class Step(NamedTuple):
-    """One launch of the passes, and the bands that the gradients take behind it: with no chunks, there is none."""
-
-    replay: Walk
-    reverse: Walk
-    bands: tuple[Band, Band]
 
 
 class Plan(NamedTuple):
-    """Steps over places of ``chunks`` chunks, or fewer in a sequence's last one, with ``width`` slots each."""
+    """Bands of places of ``chunks`` chunks, or fewer in a sequence's last one, with ``width`` slots each."""
 
     chunks: int
     width: int
-    steps: tuple[Step, ...]
-
-
-_NONE = Band(0, 0, 0, 0, 0)
-
-
-def _band(whole: int, chunks: int, first: int, count: int, states_at: int, d_states_at: int) -> Band:
-    before = (whole - 1) // chunks  # places of a sequence but the last
-    last = min(max(whole - before * chunks - first, 0), count)
-    return Band(before * count + last, first, count, states_at, d_states_at)
+    rooms: int
+    bands: tuple[Band, ...]
 
 
 def at_once(whole: int, chunks: int) -> Plan:
-    """All chunks in one step, each in its own slot; sequences of ``whole`` chunks in places of ``chunks``."""
-    walk = Walk(0, chunks, 0)
-    return Plan(chunks, chunks, (Step(walk, walk, (_band(whole, chunks, 0, chunks, 0, 0), _NONE)),))
+    """All chunks in one band, each in its own slot; sequences of ``whole`` chunks in places of ``chunks``."""
+    return Plan(chunks, chunks, 1, (_band(whole, chunks, 0, chunks, 0),))
+
+
+def _band(whole: int, chunks: int, first: int, count: int, at: int) -> Band:
+    before = (whole - 1) // chunks  # places of a sequence but the last
+    last = min(max(whole - before * chunks - first, 0), count)
+    return Band(first, count, at, before * count + last)
 
 
 @lru_cache(maxsize=1024)
-def plan(whole: int, chunks: int, piece: int) -> Plan:
-    """The steps over sequences of ``whole`` chunks in places of ``chunks`` chunks.
+def plan(whole: int, chunks: int, bands: int, rooms: int) -> Plan:
+    """As many as ``bands`` bands, alike but for the last, of sequences of ``whole`` chunks in places of ``chunks``.
 
-    The first piece has ``piece`` of them, 0: all are taken at once. S and x of the first half lie in the slots of their
-    place from 0 on, dS' and dr of the last half from ``piece`` on: what is free is at the end of the one and at the
-    start of the other.
+    A band begins where the forward left a state. So there is but one where a place is that short, or where places but
+    the first of a sequence begin elsewhere.
     """
-    if not piece:
+    width = -(-chunks // (bands * ENTRY_CHUNKS)) * ENTRY_CHUNKS
+    if width >= chunks or (whole > chunks and chunks % ENTRY_CHUNKS):
         return at_once(whole, chunks)
-    half = -(-chunks // 2)  # with an odd number, replay's first half has the chunk in the middle
-    steps = [Step(Walk(0, half, 0), Walk(half, chunks - half, piece), (_NONE, _NONE))]
-    done = 0
-    while done < half:
-        count = min(piece + done, half - done)
-        above, below = half + done, half - done - count
-        ahead = min(count, chunks - above)
-        replay, reverse = Walk(above, ahead, half - done), Walk(below, count, 0)
-        of_replay = _band(whole, chunks, above, ahead, replay.at, piece + done)
-        of_reverse = _band(whole, chunks, below, count, below, reverse.at)
-        steps.append(Step(replay, reverse, (of_replay, of_reverse)))
-        done += count
-    return Plan(chunks, half + piece, tuple(steps))
+    firsts = range(0, chunks, width)[::-1]
+    found = (
+        _band(whole, chunks, first, min(width, chunks - first), turn % rooms * width)
+        for turn, first in enumerate(firsts)
+    )
+    return Plan(chunks, min(rooms, len(firsts)) * width, rooms, tuple(found))

@@ -15,11 +15,14 @@ where dq' and dk' are what S and dS' give to q and k. Nothing is added there tha
 under strong decay keep their digits: the sum over s is a product with a triangle of ones, of F in two bf16 parts.
 (dbeta is also ``dr_t . x_t / beta_t``, which needs no v; but x has passed through M and is rounded: it is less exact.)
 
-A launch takes all chunks, or two bands of a dense call (:mod:`.bands_backward`); a block walks over chunks of key
+A launch takes all chunks, or a band of those of a dense call (:mod:`.bands_backward`); a block walks over chunks of key
 heads. Two warpgroups have half of the columns of dq and dk each, and add up the value heads; of F, one has the part by
-do and q, the other the part by dr and k. A warp loads by TMA, another one writes the decays of the chunk and clears
-rows behind its end, and two find ``dr . v`` and, at the ends of a sequence, ``<S, dS'>``: of the call's own states
-there, which are fp32, since a sequence of few tokens has little more in its dg.
+do and q, the other the part by dr and k. They run the same instructions (a block is 128 threads by 3 groups, so that
+TileLang's layouts see one of them): as two copies these were more than the instruction cache of a multiprocessor holds,
+and what the misses took from a cache behind it slowed the passes on other multiprocessors as well. A warp loads by TMA,
+another one writes the decays of the chunk and clears rows behind its end, and two find ``dr . v`` and, at the ends of a
+sequence, ``<S, dS'>``: of the call's own states there, which are fp32, since a sequence of few tokens has little more
+in its dg.
 """
 
 from typing import Any
@@ -63,19 +66,17 @@ def gradients(
 
     @T.macro
     def find(unit, where):
-        """Slot of a unit's chunk among all, in the buffers of S and x and of dS' and dr; its head and its rows."""
-        cu_seqlens, sequences, steps, bands = where
-        slot, states_slot, d_states_slot = (T.alloc_var("int32") for _ in range(3))
+        """Slot of a unit's chunk among all, and where its states are kept; its head and its rows."""
+        cu_seqlens, sequences, steps, band = where
+        slot, kept_slot = (T.alloc_var("int32") for _ in range(2))
         slot = unit // H
-        states_slot = slot
-        d_states_slot = slot
+        kept_slot = slot
         if not ragged:
-            of_all, of_states, of_d_states = band_slots(unit // H, B, TT, C, *bands)
+            of_all, of_kept = band_slots(unit // H, TT, C, *band)
             slot = of_all
-            states_slot = of_states
-            d_states_slot = of_d_states
+            kept_slot = of_kept
         batch, first, rows = chunk_rows(slot, cu_seqlens, sequences, steps, TT, C, ragged)
-        return slot, states_slot, d_states_slot, unit % H, batch, first, rows
+        return slot, kept_slot, unit % H, batch, first, rows
 
     @T.macro
     def through_states(half, s_s, ds_s, exact, lane):
@@ -100,32 +101,24 @@ def gradients(
     @T.macro
     def pairs(half, p, tiles, scale, step_size, scores, d_scores, f, by_pairs):
         """F of this half in f, from the products of rows there; adds to the gradient of the scores."""
-        q_s, k_s, vec_s = tiles
-        left = q_s if half == 0 else k_s
+        qk_s, vec_s = tiles
+        weight = T.alloc_fragment((C,), "float32")
+        for t in T.Parallel(C):
+            weight[t] = T.Select(half == 0, scale, -step_size[t])
         # Computed for each value head: registers are what this kernel runs out of.
-        T.wgmma_gemm(left[0, :, :], k_s[0, :, :], scores, transpose_B=True, clear_accum=True, policy=_ROWS)
-        T.wgmma_gemm(left[1, :, :], k_s[1, :, :], scores, transpose_B=True, policy=_ROWS)
+        T.wgmma_gemm(qk_s[half, 0, :, :], qk_s[1, 0, :, :], scores, transpose_B=True, clear_accum=True, policy=_ROWS)
+        T.wgmma_gemm(qk_s[half, 1, :, :], qk_s[1, 1, :, :], scores, transpose_B=True, policy=_ROWS)
         T.wait_wgmma(0)
-        if half == 0:
-            for t, r in T.Parallel(C, C):
-                f[t, r] *= scale * T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
-            for t, r in T.Parallel(C, C):
-                f[t, r] = T.Select(t >= r, f[t, r], 0.0)
-            for t, r in T.Parallel(C, C):
-                d_scores[t, r] += f[t, r]
-                f[t, r] *= scores[t, r]
-            T.clear(by_pairs)
-        else:
-            for t, r in T.Parallel(C, C):
-                f[t, r] *= T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
-            for t, r in T.Parallel(C, C):
-                f[t, r] = T.Select(t > r, f[t, r], 0.0)
-            for t, r in T.Parallel(C, C):
-                d_scores[t, r] -= step_size[t] * f[t, r]
-                f[t, r] *= scores[t, r]
-            T.reduce_sum(f, by_pairs, dim=1)
-            for t, r in T.Parallel(C, C):
-                f[t, r] *= -step_size[t]
+        for t, r in T.Parallel(C, C):
+            f[t, r] *= T.exp2(vec_s[p, 0, t] - vec_s[p, 0, r])
+        for t, r in T.Parallel(C, C):
+            f[t, r] = T.Select(t >= r + half, f[t, r], 0.0)
+        for t, r in T.Parallel(C, C):
+            scores[t, r] *= f[t, r]
+            d_scores[t, r] += weight[t] * f[t, r]
+        T.reduce_sum(scores, by_pairs, dim=1)
+        for t, r in T.Parallel(C, C):
+            f[t, r] = weight[t] * scores[t, r]
 
     @T.macro
     def down_the_rows(half, p, f, through_rows, step_size, through, ones_s, dg_s, lane):
@@ -162,27 +155,27 @@ def gradients(
                 dg_s[p, half * 4 + lane // 32, n // 2 * 8 + lane % 4 * 2 + n % 2] = sums[n]
 
     @T.macro
-    def add_pairs(half, pairs_s, at, q_s, k_s, dq, dk):
+    def add_pairs(half, pairs_s, at, qk_s, dq, dk):
         """What the gradients of the scores give to q and k, once for all value heads."""
-        T.wgmma_gemm(pairs_s[at, 0, :, :], k_s[half, :, :], dq, policy=_ROWS)
-        T.wgmma_gemm(pairs_s[at, 0, :, :], q_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
-        T.wgmma_gemm(pairs_s[at, 1, :, :], k_s[half, :, :], dk, policy=_ROWS)
-        T.wgmma_gemm(pairs_s[at, 1, :, :], k_s[half, :, :], dk, transpose_A=True, policy=_ROWS)
+        T.wgmma_gemm(pairs_s[at, 0, :, :], qk_s[1, half, :, :], dq, policy=_ROWS)
+        T.wgmma_gemm(pairs_s[at, 0, :, :], qk_s[0, half, :, :], dk, transpose_A=True, policy=_ROWS)
+        T.wgmma_gemm(pairs_s[at, 1, :, :], qk_s[1, half, :, :], dk, policy=_ROWS)
+        T.wgmma_gemm(pairs_s[at, 1, :, :], qk_s[1, half, :, :], dk, transpose_A=True, policy=_ROWS)
         T.wait_wgmma(0)
 
     @T.macro
     def leave_from(half, last, tiles, outs, place_of, rows, lane):
         """dq and dk to memory, by lines of a tile."""
-        dq_s, dk_s = tiles
+        c = lane % 8 * 8
         dq_out, dk_out = outs
         batch, first, h = place_of
         for m in T.unroll(4):
             t = m * 16 + lane // 8
             if t < rows:
                 for e in T.vectorized(8):
-                    dq_out[batch, first + t, h, half * KH + lane % 8 * 8 + e] = dq_s[last, half, t, lane % 8 * 8 + e]
+                    dq_out[batch, first + t, h, half * KH + c + e] = tiles[0, last, half, t, c + e]
                 for e in T.vectorized(8):
-                    dk_out[batch, first + t, h, half * KH + lane % 8 * 8 + e] = dk_s[last, half, t, lane % 8 * 8 + e]
+                    dk_out[batch, first + t, h, half * KH + c + e] = tiles[1, last, half, t, c + e]
 
     @T.macro
     def leave(half, gradients_of, outs, place_of, rows):
@@ -202,7 +195,7 @@ def gradients(
         cu_seqlens, sequences, steps, _ = where
         dq_out, dk_out, dg_out, dbeta_out = tensors
         has_initial, has_final = flags
-        q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s, sums_s = tiles
+        qk_s, s_s, ds_s, x_s, rows_s, pairs_s, ones_s, vec_s, dg_s, db_s, sums_s = tiles
         ready_qk, empty_qk, ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, summed, both, staged = rings
         dq = T.alloc_fragment((C, KH), "float32")
         dk = T.alloc_fragment((C, KH), "float32")
@@ -223,9 +216,9 @@ def gradients(
         dbeta_sum = T.alloc_var("float32")
         dg_sum = 0.0
         dbeta_sum = 0.0
-        lane = T.get_thread_binding() % 128
+        lane = T.get_thread_binding()
         for i in T.serial(units):
-            slot, _, _, h, batch, first, rows = find(origin + i * stride, where)
+            slot, _, h, batch, first, rows = find(origin + i * stride, where)
             _, opens, closes = chunk_ends(slot, cu_seqlens, sequences, steps, TT, C, ragged)
             T.clear(dq)
             T.clear(dk)
@@ -239,9 +232,9 @@ def gradients(
                 T.barrier_wait(ready_rows[p], item // 2 % 2)
                 T.barrier_wait(full_s[0], item % 2)
                 for n in range(NP):
-                    T.wgmma_gemm(do_s[p, n, :, :], s_s[half, n, :, :], one, clear_accum=n == 0, policy=_ROWS)
+                    T.wgmma_gemm(rows_s[0, p, n, :, :], s_s[half, n, :, :], one, clear_accum=n == 0, policy=_ROWS)
                 for n in range(NP):
-                    T.wgmma_gemm(dr_s[p, n, :, :], s_s[half, n, :, :], two, clear_accum=n == 0, policy=_ROWS)
+                    T.wgmma_gemm(rows_s[1, p, n, :, :], s_s[half, n, :, :], two, clear_accum=n == 0, policy=_ROWS)
                 for t in T.Parallel(C):
                     from_start[t] = vec_s[p, 1, t]
                 for t in T.Parallel(C):
@@ -252,20 +245,19 @@ def gradients(
                 for t, c in T.Parallel(C, KH):
                     one[t, c] *= scale * from_start[t]
                     dq[t, c] += one[t, c]
-                    one[t, c] *= q_s[half, t, c]
+                    one[t, c] *= qk_s[0, half, t, c]
                 T.reduce_sum(one, by_query, dim=1)
                 for t, c in T.Parallel(C, KH):
                     two[t, c] *= from_start[t]
                     dk[t, c] -= step_size[t] * two[t, c]
-                    two[t, c] *= k_s[half, t, c]
+                    two[t, c] *= qk_s[1, half, t, c]
                 T.reduce_sum(two, by_error, dim=1)
                 T.barrier_wait(full_ds[0], item % 2)
                 for n in range(NP):
                     T.wgmma_gemm(x_s[p, n, :, :], ds_s[half, n, :, :], one, clear_accum=n == 0, policy=_ROWS)
-                rows_s = do_s if half == 0 else dr_s
                 for n in range(NP):
                     T.wgmma_gemm(
-                        rows_s[p, n, :, :], x_s[p, n, :, :], f, transpose_B=True, clear_accum=n == 0, policy=_ROWS
+                        rows_s[half, p, n, :, :], x_s[p, n, :, :], f, transpose_B=True, clear_accum=n == 0, policy=_ROWS
                     )
                 through = through_states(half, s_s, ds_s, opens * has_initial + closes * has_final, lane)
                 through *= vec_s[p, 1, C - 1]
@@ -275,12 +267,12 @@ def gradients(
                 for t, c in T.Parallel(C, KH):
                     one[t, c] *= to_end[t]
                     dk[t, c] += one[t, c]
-                    one[t, c] *= k_s[half, t, c]
+                    one[t, c] *= qk_s[1, half, t, c]
                 T.reduce_sum(one, by_exit, dim=1)
-                pairs(half, p, (q_s, k_s, vec_s), scale, step_size, scores, d_scores, f, by_pairs)
+                pairs(half, p, (qk_s, vec_s), scale, step_size, scores, d_scores, f, by_pairs)
                 down_the_rows(half, p, f, (by_query, by_error, by_exit), step_size, through, ones_s, dg_s, lane)
                 for t in T.Parallel(C):
-                    db_s[p, half, t] = by_error[t] + by_pairs[t]
+                    db_s[p, half, t] = by_error[t] + T.Select(half == 1, by_pairs[t], 0.0)
                 if NP == 1 or j < ITEMS - 1:
                     T.barrier_arrive(empty_rows[p])
                 T.barrier_arrive(both[0])
@@ -305,14 +297,14 @@ def gradients(
             T.fence_proxy_async()
             T.barrier_arrive(both[1])
             T.barrier_wait(both[1], i % 2)
-            add_pairs(half, pairs_s, last if NP == 2 else 0, q_s, k_s, dq, dk)
+            add_pairs(half, pairs_s, last if NP == 2 else 0, qk_s, dq, dk)
             T.barrier_arrive(empty_qk[0])
             if STAGED:
-                T.copy(dq, do_s[last, half, :, :])
-                T.copy(dk, dr_s[last, half, :, :])
+                T.copy(dq, rows_s[0, last, half, :, :])
+                T.copy(dk, rows_s[1, last, half, :, :])
                 T.barrier_arrive(staged[half])
                 T.barrier_wait(staged[half], i % 2)
-                leave_from(half, last, (do_s, dr_s), (dq_out, dk_out), (batch, first, h), rows, lane)
+                leave_from(half, last, rows_s, (dq_out, dk_out), (batch, first, h), rows, lane)
                 T.fence_proxy_async()
             else:
                 leave(half, (dq, dk), (dq_out, dk_out), (batch, first, h), rows)
@@ -322,10 +314,10 @@ def gradients(
     @T.macro
     def load(units, origin, stride, where, tensors, tiles, rings):
         q, k, v, x, dr, d_o, states, d_states = tensors
-        q_s, k_s, v_s, s_s, ds_s, x_s, dr_s, do_s = tiles
+        qk_s, v_s, s_s, ds_s, x_s, rows_s = tiles
         raw_qk, empty_qk, raw_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, full_v, empty_v = rings
         for i in T.serial(units):
-            _, states_slot, d_states_slot, h, batch, first, _ = find(origin + i * stride, where)
+            _, kept_slot, h, batch, first, _ = find(origin + i * stride, where)
             for j in T.serial(ITEMS):
                 hv = h * R + j // NB
                 left = j % NB * VB
@@ -334,15 +326,17 @@ def gradients(
                 T.barrier_wait(empty_rows[p], (item // 2 + 1) % 2)
                 for n in T.unroll(NP):
                     at = left + n * 64
-                    T.tma_copy(x[states_slot, hv, 0:C, at : at + 64], x_s[p, n, :, :], barrier=raw_rows[p])
-                    T.tma_copy(dr[d_states_slot, hv, 0:C, at : at + 64], dr_s[p, n, :, :], barrier=raw_rows[p])
-                    T.tma_copy(d_o[batch, first : first + C, hv, at : at + 64], do_s[p, n, :, :], barrier=raw_rows[p])
+                    T.tma_copy(x[kept_slot, hv, 0:C, at : at + 64], x_s[p, n, :, :], barrier=raw_rows[p])
+                    T.tma_copy(dr[kept_slot, hv, 0:C, at : at + 64], rows_s[1, p, n, :, :], barrier=raw_rows[p])
+                    T.tma_copy(
+                        d_o[batch, first : first + C, hv, at : at + 64], rows_s[0, p, n, :, :], barrier=raw_rows[p]
+                    )
                 T.barrier_arrive(raw_rows[p])
                 T.barrier_wait(empty_s[0], (item + 1) % 2)
                 for half in T.unroll(2):
                     for n in T.unroll(NP):
                         T.tma_copy(
-                            states[states_slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
+                            states[kept_slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
                             s_s[half, n, :, :], barrier=full_s[0],
                         )  # fmt: skip
                 T.barrier_arrive(full_s[0])
@@ -350,7 +344,7 @@ def gradients(
                 for half in T.unroll(2):
                     for n in T.unroll(NP):
                         T.tma_copy(
-                            d_states[d_states_slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
+                            d_states[kept_slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
                             ds_s[half, n, :, :], barrier=full_ds[0],
                         )  # fmt: skip
                 T.barrier_arrive(full_ds[0])
@@ -359,11 +353,11 @@ def gradients(
                     T.barrier_wait(empty_qk[0], (i + 1) % 2)
                     for half in T.unroll(2):
                         T.tma_copy(
-                            q[batch, first : first + C, h, half * KH : half * KH + KH], q_s[half, :, :],
+                            q[batch, first : first + C, h, half * KH : half * KH + KH], qk_s[0, half, :, :],
                             barrier=raw_qk[0],
                         )  # fmt: skip
                         T.tma_copy(
-                            k[batch, first : first + C, h, half * KH : half * KH + KH], k_s[half, :, :],
+                            k[batch, first : first + C, h, half * KH : half * KH + KH], qk_s[1, half, :, :],
                             barrier=raw_qk[0],
                         )  # fmt: skip
                     T.barrier_arrive(raw_qk[0])
@@ -378,13 +372,13 @@ def gradients(
     @T.macro
     def make_ready(units, origin, stride, where, tensors, tiles, rings):
         g_cumsum, beta = tensors
-        q_s, k_s, do_s, vec_s = tiles
+        qk_s, rows_s, vec_s = tiles
         raw_qk, ready_qk, raw_rows, ready_rows = rings
         total = T.alloc_var("float32")
         last = T.alloc_var("float32")
         lane = T.get_thread_binding() % 32
         for i in T.serial(units):
-            _, _, _, h, batch, first, rows = find(origin + i * stride, where)
+            _, _, h, batch, first, rows = find(origin + i * stride, where)
             end = T.min(T.max(first + rows - 1, 0), TT - 1)
             for j in T.serial(ITEMS):
                 hv = h * R + j // NB
@@ -404,7 +398,7 @@ def gradients(
                     if rows < C:  # other sequences' rows, or padding that may hold anything
                         for m in T.unroll((C - rows) * VB // 32, unroll_factor=1):
                             at = m * 32 + lane
-                            do_s[p, at % NP, rows + at // VB, at % VB // NP] = 0
+                            rows_s[0, p, at % NP, rows + at // VB, at % VB // NP] = 0
                         T.fence_proxy_async()
                 T.barrier_arrive(ready_rows[p])
                 if j == 0:
@@ -413,9 +407,8 @@ def gradients(
                         if rows < C:
                             for m in T.unroll((C - rows) * KH // 32, unroll_factor=1):
                                 at = m * 32 + lane
-                                for half in T.unroll(2):
-                                    q_s[half, rows + at // KH, at % KH] = 0
-                                    k_s[half, rows + at // KH, at % KH] = 0
+                                for kind, half in T.grid(2, 2):
+                                    qk_s[kind, half, rows + at // KH, at % KH] = 0
                             T.fence_proxy_async()
                     T.barrier_arrive(ready_qk[0])
 
@@ -423,7 +416,7 @@ def gradients(
     def add_up(units, origin, stride, where, ends, tiles, rings):
         cu_seqlens, sequences, steps, _ = where
         initial, d_final, has_initial, has_final = ends
-        s_s, ds_s, dr_s, v_s, vec_s, sums_s = tiles
+        s_s, ds_s, rows_s, v_s, vec_s, sums_s = tiles
         ready_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, full_v, empty_v, summed = rings
         dr_eight = T.alloc_local((8,), dtype)
         v_eight = T.alloc_local((8,), dtype)
@@ -432,7 +425,7 @@ def gradients(
         lane = T.get_thread_binding() % 64
         part = lane % 4 * 8
         for i in T.serial(units):
-            slot, _, _, h, _, _, _ = find(origin + i * stride, where)
+            slot, _, h, _, _, _ = find(origin + i * stride, where)
             n, opens, closes = chunk_ends(slot, cu_seqlens, sequences, steps, TT, C, ragged)
             for j in T.serial(ITEMS):
                 hv = h * R + j // NB
@@ -472,7 +465,7 @@ def gradients(
                     total = 0.0
                     for n, u in T.grid(NP, 2):
                         for e in T.vectorized(8):
-                            dr_eight[e] = dr_s[p, n, t, u * 32 + part + e]
+                            dr_eight[e] = rows_s[1, p, n, t, u * 32 + part + e]
                         for e in T.vectorized(8):
                             v_eight[e] = v_s[n, t, u * 32 + part + e]
                         for e in T.unroll(8):
@@ -509,29 +502,21 @@ def gradients(
         blocks: T.int32,
         chunks: T.int32,
         width: T.int32,
-        one_size: T.int32,
-        one_first: T.int32,
-        one_count: T.int32,
-        one_states_at: T.int32,
-        one_d_states_at: T.int32,
-        two_size: T.int32,
-        two_first: T.int32,
-        two_count: T.int32,
-        two_states_at: T.int32,
-        two_d_states_at: T.int32,
+        band_first: T.int32,
+        band_count: T.int32,
+        band_at: T.int32,
+        band_size: T.int32,
         has_initial: T.int32,
         has_final: T.int32,
     ):
         T.annotate_pass_configs(_CONFIGS)
-        with T.Kernel(blocks, threads=384) as block:
-            q_s = T.alloc_shared((2, C, KH), dtype)
-            k_s = T.alloc_shared((2, C, KH), dtype)
+        with T.Kernel(blocks, threads=(128, 3)) as block:
+            qk_s = T.alloc_shared((2, 2, C, KH), dtype)
             v_s = T.alloc_shared((NP, C, 64), dtype)
             s_s = T.alloc_shared((2, NP, 64, KH), dtype)
             ds_s = T.alloc_shared((2, NP, 64, KH), dtype)
             x_s = T.alloc_shared((2, NP, C, 64), dtype)
-            dr_s = T.alloc_shared((2, NP, C, 64), dtype)
-            do_s = T.alloc_shared((2, NP, C, 64), dtype)
+            rows_s = T.alloc_shared((2, 2, NP, C, 64), dtype)  # do and dr
             pairs_s = x_s if NP == 2 else T.alloc_shared((1, 2, C, C), dtype)
             ones_s = T.alloc_shared((C, C), "bfloat16")
             vec_s = T.alloc_shared((2, 4, C), "float32")
@@ -555,45 +540,40 @@ def gradients(
             both = T.alloc_barrier(arrive_count=[256] * 2)
             staged = T.alloc_barrier(arrive_count=[128] * 2)
 
-            bands = (
-                (one_size, one_first, one_count, one_states_at, one_d_states_at),
-                (two_size, two_first, two_count, two_states_at, two_d_states_at),
-            )
-            taken = slots if ragged else B * (one_size + two_size)
+            band = (chunks, width, (band_first, band_count, band_at, band_size))
+            taken = slots if ragged else B * band_size
             units = T.max(T.ceildiv(taken * H - block, blocks), 0)
-            where = (cu_seqlens, offsets - 1, steps, (chunks, width, bands))
-            for s, j in T.Parallel(C, C):
-                ones_s[s, j] = T.Select(s < j, T.cast(1, "bfloat16"), T.cast(0, "bfloat16"))
-            T.fence_proxy_async()
+            where = (cu_seqlens, offsets - 1, steps, band)
+            tx, group = T.get_thread_bindings()[:2]
+            if group == 0:
+                for s, j in T.Parallel(C, C):
+                    ones_s[s, j] = T.Select(s < j, T.cast(1, "bfloat16"), T.cast(0, "bfloat16"))
+                T.fence_proxy_async()
             T.sync_threads()
             tensors = (dq, dk, dg, dbeta)
-            tiles = (q_s, k_s, s_s, ds_s, x_s, dr_s, do_s, pairs_s, ones_s, vec_s, dg_s, db_s, sums_s)
+            tiles = (qk_s, s_s, ds_s, x_s, rows_s, pairs_s, ones_s, vec_s, dg_s, db_s, sums_s)
             states_rings = (full_s, empty_s, full_ds, empty_ds)
             rings = (ready_qk, empty_qk, ready_rows, empty_rows, *states_rings, summed, both, staged)
-            tx = T.get_thread_binding()
-            if tx < 128:
+            if group < 2:
                 T.set_max_nreg(with_products, 1)
-                products(0, units, block, blocks, where, (has_initial, has_final), tensors, scale, tiles, rings)
-            elif tx < 256:
-                T.set_max_nreg(with_products, 1)
-                products(1, units, block, blocks, where, (has_initial, has_final), tensors, scale, tiles, rings)
+                products(group, units, block, blocks, where, (has_initial, has_final), tensors, scale, tiles, rings)
             else:
                 T.set_max_nreg(with_copies, 0)
-                if tx < 288:
+                if tx < 32:
                     load(
                         units, block, blocks, where, (q, k, v, x, dr, d_o, states, d_states),
-                        (q_s, k_s, v_s, s_s, ds_s, x_s, dr_s, do_s),
+                        (qk_s, v_s, s_s, ds_s, x_s, rows_s),
                         (raw_qk, empty_qk, raw_rows, empty_rows, *states_rings, full_v, empty_v),
                     )  # fmt: skip
-                elif tx < 320:
+                elif tx < 64:
                     make_ready(
-                        units, block, blocks, where, (g_cumsum, beta), (q_s, k_s, do_s, vec_s),
+                        units, block, blocks, where, (g_cumsum, beta), (qk_s, rows_s, vec_s),
                         (raw_qk, ready_qk, raw_rows, ready_rows),
                     )  # fmt: skip
                 else:
                     add_up(
                         units, block, blocks, where, (initial, d_final, has_initial, has_final),
-                        (s_s, ds_s, dr_s, v_s, vec_s, sums_s),
+                        (s_s, ds_s, rows_s, v_s, vec_s, sums_s),
                         (ready_rows, empty_rows, *states_rings, full_v, empty_v, summed),
                     )  # fmt: skip
 

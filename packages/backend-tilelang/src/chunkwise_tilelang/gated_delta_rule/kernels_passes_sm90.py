@@ -2,7 +2,7 @@
 
 They leave S, dS' ``[slots, HV, V, K]`` and x, dr ``[slots, HV, C, V]`` in the activations' dtype, the rows behind a
 sequence's end zero, and dv; the rest of the gradients is the matter of :mod:`.kernels_gradients_sm90`. A launch takes
-all chunks, or of a dense call a band for each direction: :mod:`.bands_backward`.
+all chunks, or a band of those of a dense call: :mod:`.bands_backward`.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this
 from tilelang.layout import make_swizzled_layout
 
 from chunkwise_tilelang.gated_delta_rule.kernels_walks_sm90 import CONFIGS, walks
-from chunkwise_tilelang.tiles.sequences import segment_rows, sequence_rows, walked
+from chunkwise_tilelang.tiles.sequences import entry_of, segment_rows, sequence_rows, walked
 
 
 def passes(
@@ -21,9 +21,10 @@ def passes(
     """S, dS', x and dr of every chunk, dv, and the gradient of the initial state. Half of the blocks go backwards.
 
     A block has a whole sequence, or a segment of one, whose entry state and whose exit state's gradient then stand in
-    ``initial`` and ``d_final``. Where ``carries`` is not 0 it has a band of that, and leaves the states behind it by
-    place in ``exits`` and ``d_initial``: these may be ``initial`` and ``d_final``, since a thread writes what it read.
-    A place without chunks in a band passes on what it was given.
+    ``initial`` and ``d_final``, or a band of that. Where ``cuts`` is not 0 the band begins at one of the states that
+    the forward left, and ``initial`` has those, so many a row of the batch. Where ``carries`` is not 0 the gradient of
+    the band's entry state is left by place in ``d_initial``, which may be ``d_final``, since a thread writes what it
+    read. A place without chunks in a band passes on what it was given.
 
     Args:
         heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
@@ -41,7 +42,7 @@ def passes(
     replay, reverse, make_ready, bring = walks(
         key_width=K, value_width=V, groups=G, stages=S, dtype=dtype, beta_dtype=beta_dtype, kept=True
     )
-    B, TT, N0, N1, N2, N3 = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2", "N3"))
+    B, TT, N0, N1, N2 = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2"))
     offsets, slots = (T.dynamic(name) for name in ("offsets", "slots"))
 
     @T.macro
@@ -99,8 +100,7 @@ def passes(
         cu_seqlens: T.Tensor((offsets,), "int32"),
         initial: T.Tensor((N0, HV, K, V), "float32"),
         d_final: T.Tensor((N1, HV, K, V), "float32"),
-        exits: T.Tensor((N2, HV, K, V), "float32"),
-        d_initial: T.Tensor((N3, HV, K, V), "float32"),
+        d_initial: T.Tensor((N2, HV, K, V), "float32"),
         states: T.Tensor((slots, HV, V, K), dtype),
         d_states: T.Tensor((slots, HV, V, K), dtype),
         x: T.Tensor((slots, HV, C, V), dtype),
@@ -110,12 +110,10 @@ def passes(
         steps: T.int32,
         chunks: T.int32,
         width: T.int32,
-        replay_first: T.int32,
-        replay_count: T.int32,
-        replay_at: T.int32,
-        reverse_first: T.int32,
-        reverse_count: T.int32,
-        reverse_at: T.int32,
+        band_first: T.int32,
+        band_count: T.int32,
+        band_at: T.int32,
+        cuts: T.int32,
         scale: T.float32,
         has_initial: T.int32,
         has_final: T.int32,
@@ -155,7 +153,8 @@ def passes(
             r_full = T.alloc_barrier(arrive_count=[128] * G)
             r_empty = T.alloc_barrier(arrive_count=[32] * G)
 
-            batch, start, length, slot, leaving, leaves = (T.alloc_var("int32") for _ in range(6))
+            batch, start, length, slot, entry, leaving, leaves = (T.alloc_var("int32") for _ in range(7))
+            entry = n
             if segmented:
                 of, begin, count, chunk, _ = segment_rows(n, cu_seqlens, offsets - 1, steps, TT, C, chunks, ragged)
                 _, opening, _, _ = sequence_rows(of, cu_seqlens, TT, C, ragged)
@@ -174,16 +173,14 @@ def passes(
                 leaving = n
                 leaves = has_d_initial
             if not ragged:
-                band = tuple(
-                    T.Select(backwards, of_reverse, of_replay)
-                    for of_reverse, of_replay in (
-                        (reverse_first, replay_first), (reverse_count, replay_count), (reverse_at, replay_at),
-                    )
-                )  # fmt: skip
-                row_of_band, rows_of_band, slot_of_band = walked(n, start, length, C, width, band)
+                row_of_band, rows_of_band, slot_of_band = walked(
+                    n, start, length, C, width, (band_first, band_count, band_at)
+                )
                 start = row_of_band
                 length = rows_of_band
                 slot = slot_of_band
+                entry_of_band = entry_of(n, batch, start, C, cuts)
+                entry = entry_of_band
                 leaves = T.Select(carries != 0, 1, leaves)
             turns = T.ceildiv(length, C)
             ends = (d_final, d_initial)
@@ -202,8 +199,8 @@ def passes(
                     )  # fmt: skip
                 else:
                     replay(
-                        0, (n, hv, first), turns, initial, has_initial, k_s, rows_s, m_s, d_s,
-                        (s_0, r_0, exits, 0 if ragged else carries), for_replay,
+                        0, (n if ragged else entry, hv, first), turns, initial, has_initial, k_s, rows_s, m_s, d_s,
+                        (s_0, r_0), for_replay,
                     )  # fmt: skip
             elif tx < consumers:
                 T.set_max_nreg(with_states, 1)
@@ -214,8 +211,8 @@ def passes(
                     )  # fmt: skip
                 else:
                     replay(
-                        G - 1, (n, hv, first + 64), turns, initial, has_initial, k_s, rows_s, m_s, d_s,
-                        (s_1, r_1, exits, 0 if ragged else carries), for_replay,
+                        G - 1, (n if ragged else entry, hv, first + 64), turns, initial, has_initial, k_s, rows_s, m_s,
+                        d_s, (s_1, r_1), for_replay,
                     )  # fmt: skip
             elif tx < consumers + 128:
                 T.set_max_nreg(with_pairs, 0)

@@ -19,7 +19,8 @@ from typing import Any
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 from tilelang.layout import make_swizzled_layout
 
-from chunkwise_tilelang.tiles.sequences import segment_rows, sequence_rows
+from chunkwise.autograd.residuals import ENTRY_CHUNKS
+from chunkwise_tilelang.tiles.sequences import cut_behind, segment_rows, sequence_rows
 from chunkwise_tilelang.tiles.transposed import load_transposed, place, store_transposed
 
 _ROWS = T.GemmWarpPolicy.FullRow
@@ -46,7 +47,8 @@ def fused(
 ) -> Any:  # fmt: skip
     """o and the final states, from the solved chunks.
 
-    A block has a whole sequence, or a segment of one, whose entry state then stands in ``initial``.
+    A block has a whole sequence, or a segment of one, whose entry state then stands in ``initial``. The states at the
+    cuts of a sequence are left in ``entries``, which has ``cuts`` slots for each row of the batch, or none.
 
     Args:
         heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
@@ -62,11 +64,13 @@ def fused(
     consumers = 128 * G
     with_states, with_pairs, with_copies = registers
     overlapped = G == 1  # o of a chunk is stored behind the next chunk's first product; two groups lack the registers
-    B, TT, N0, N1, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "offsets", "slots"))
+    B, TT, N0, N1, N2 = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2"))
+    offsets, slots = (T.dynamic(name) for name in ("offsets", "slots"))
 
     @T.macro
-    def consume(group, tile, place_of, turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s, rings):
-        entry, leaving, hv, first = place_of
+    def consume(group, tile, place_of, turns, scale, states, flags, k_s, q_s, v_s, m_s, p_s, d_s, rings):
+        entry, leaving, hv, first, batch, start, cu_seqlens, cuts = place_of
+        initial, final, entries = states
         has_initial, has_final = flags
         ready, empty, free, o_full, o_empty = rings
         s = T.alloc_fragment((64, K), "float32")
@@ -82,6 +86,13 @@ def fused(
         v_registers = T.alloc_local((32,), dtype)
         o_registers = T.alloc_local((32,), dtype)
         at = T.alloc_var("int32")
+        cut = T.alloc_var("int32")
+        slot = T.alloc_var("int32")
+        # Not before the warps part: those that copy have no registers for it.
+        opening = sequence_rows(leaving, cu_seqlens, TT, C, ragged)[1] if segmented else start
+        next_cut, next_slot = cut_behind((start - opening) // C, batch, start, C, cuts)
+        cut = next_cut
+        slot = next_slot
         if has_initial != 0:
             for v, c in T.Parallel(64, K):
                 s[v, c] = initial[entry, hv, c, first + v]
@@ -99,6 +110,11 @@ def fused(
         T.wait_wgmma(0)
         for i in T.serial(turns):
             stage, pair = i % S, i % 2
+            if i == cut:
+                for v, c in T.Parallel(64, K):
+                    entries[slot, hv, c, first + v] = s[v, c]
+                cut += ENTRY_CHUNKS
+                slot += 1
             for v, t in T.Parallel(64, C):
                 at = place(v, t)
                 taken[v, t] = v_registers[at] - from_start[t] * taken[v, t]
@@ -197,9 +213,11 @@ def fused(
         initial: T.Tensor((N0, HV, K, V), "float32"),
         o: T.Tensor((B, TT, HV, V), dtype),
         final: T.Tensor((N1, HV, K, V), "float32"),
+        entries: T.Tensor((N2, HV, K, V), "float32"),
         N: T.int32,
         steps: T.int32,
         chunks: T.int32,
+        cuts: T.int32,
         scale: T.float32,
         has_initial: T.int32,
         has_final: T.int32,
@@ -245,20 +263,22 @@ def fused(
                 leaving = n
                 leaves = has_final
             turns = T.ceildiv(length, C)
+            states = (initial, final, entries)
             flags = (has_initial, leaves)
+            where = (batch, start, cu_seqlens, cuts)
             rings = (ready, empty, free, o_full, o_empty)
 
             tx = T.get_thread_binding()
             if tx < 128:
                 T.set_max_nreg(with_states, 1)
                 consume(
-                    0, o_0, (n, leaving, hv, first), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s, p_s, d_s,
+                    0, o_0, (n, leaving, hv, first, *where), turns, scale, states, flags, k_s, q_s, v_s, m_s, p_s, d_s,
                     rings,
                 )  # fmt: skip
             elif tx < consumers:
                 T.set_max_nreg(with_states, 1)
                 consume(
-                    G - 1, o_1, (n, leaving, hv, first + 64), turns, scale, initial, final, flags, k_s, q_s, v_s, m_s,
+                    G - 1, o_1, (n, leaving, hv, first + 64, *where), turns, scale, states, flags, k_s, q_s, v_s, m_s,
                     p_s, d_s, rings,
                 )  # fmt: skip
             elif tx < consumers + 128:

@@ -152,10 +152,6 @@ def walks(
                 if i + 1 < turns:
                     _put(s_operand, outs[0], i + 1, group, s_full, s_empty)
             T.wait_wgmma(0)
-        if kept:
-            if outs[3] != 0:
-                for v, c in T.Parallel(64, K):
-                    outs[2][n, hv, c, first + v] = s[v, c]
         if not kept:
             if turns > 0:
                 _leave((n, hv, first), V, K, s, outs)

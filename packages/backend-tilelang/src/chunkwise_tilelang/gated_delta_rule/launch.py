@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chunkwise.autograd.residuals import ENTRY_CHUNKS
 from chunkwise.verifier.facts import Facts
 from chunkwise_tilelang.gated_delta_rule.schedules import SUMMARY_REGISTERS, Schedule
 from chunkwise_tilelang.toolkit import compile as compiling
@@ -96,6 +98,10 @@ def forward(
     if save is not None:
         saved["g_cumsum"] = torch.empty_like(g, dtype=torch.float32)
         saved["inverse"] = v.new_empty(batch, rows, value_heads, chunk)
+        cuts = max(rows - 1, 0) // (ENTRY_CHUNKS * chunk)
+        # In a ragged call some slots are no cut's; residuals have the same bits every time.
+        room = v.new_zeros if ragged else v.new_empty
+        saved["entry_states"] = room(batch, cuts, *state_shape[1:], dtype=torch.float32)
     if not sequences:
         return (o, final), saved
     if not rows:
@@ -123,11 +129,20 @@ def forward(
     if chunks:
         initial = _entry_states(schedule, inputs, (k, solved, decays, where), shape, steps)
         places = initial.shape[0]
+    entries, cuts = cut_states(saved, absent)
     launch_fused(
         q, k, v, solved, decays, where, absent if initial is None else initial, o, absent if final is None else final,
-        places, steps, chunks, inputs.scale, int(initial is not None), int(final is not None),
+        entries, places, steps, chunks, cuts, inputs.scale, int(initial is not None), int(final is not None),
     )  # fmt: skip
     return (o, final), saved
+
+
+def cut_states(saved: Mapping[str, Tensor], absent: Tensor) -> tuple[Tensor, int]:
+    """The states at the cuts of a call, one after the other, and how many a row of the batch has room for."""
+    found = saved.get("entry_states")
+    if found is None or not found.shape[1]:
+        return absent, 0
+    return found.flatten(0, 1), found.shape[1]
 
 
 def _entry_states(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from chunkwise_tilelang.gated_delta_rule import bands_backward, launch, schedule
 from chunkwise_tilelang.gated_delta_rule.launch import _DTYPES, _SHORT, Shape, _never_read, _normalised, slots_of
 from chunkwise_tilelang.gated_delta_rule.schedules import CHUNK, Schedule
 from chunkwise_tilelang.toolkit import compile as compiling
+from chunkwise_tilelang.toolkit.streams import pipeline
 
 GRADIENTS = "chunkwise_tilelang.gated_delta_rule.kernels_gradients_sm90:gradients"
 PASSES = "chunkwise_tilelang.gated_delta_rule.kernels_passes_sm90:passes"
@@ -79,6 +80,19 @@ class _Ends(NamedTuple):
     d_initial: Tensor | None
 
 
+class _Tensors(NamedTuple):
+    """What the kernels read of the call and its residuals; q and k normalised where the call asks for it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    inverse: Tensor
+    g_cumsum: Tensor
+    beta: Tensor
+    d_o: Tensor
+    where: Tensor
+
+
 class _Kept(NamedTuple):
     """What the passes leave for the gradients: S, dS', x and dr of the chunks that have a slot."""
 
@@ -112,133 +126,134 @@ def backward(
     shape = (heads, value_heads, key_width, value_width)
     grad_dtype = "float32" if norm else dtypes[0]
     index = v.device.index
-    groups, segment = schedules_backward.layout(sequences, batch * rows, shape[1:], _multiprocessors(index))
-    launchers = _launchers(index, groups, segment > 0, shape, dtypes, grad_dtype, offsets is not None)
+    layout = schedules_backward.layout(sequences, batch * rows, shape[1:], _multiprocessors(index))
+    launchers = _launchers(index, layout[0], layout[1] > 0, shape, dtypes, grad_dtype, offsets is not None)
     where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
     saved = residuals.tensors
-    tensors = (q, k, v, saved["inverse"], saved["g_cumsum"], inputs.beta, d_o, where)
-    ends = _Ends(inputs.initial_state, d_final, d_initial)
-    found = _walk(launchers, segment, tensors, inputs, ends, needs)
+    tensors = _Tensors(q, k, v, saved["inverse"], saved["g_cumsum"], inputs.beta, d_o, where)
+    call = _Call(launchers, layout, tensors, inputs, _Ends(inputs.initial_state, d_final, d_initial), saved, needs)
+    found = call.run()
     if norm:
         for name in needs & {"q", "k"}:
             found[name] = _through_norm(getattr(inputs, name), found[name])
     return {name: found[name] for name in needs}
 
 
-def _walk(
-    launchers: list[compiling.Launcher], segment: int, tensors: tuple[Tensor, ...], inputs: Any, ends: _Ends,
-    needs: frozenset[str],
-) -> dict[str, Tensor]:  # fmt: skip
-    """All gradients, dq and dk of the rows that the kernels see: the steps of a plan, one after the other."""
-    run_gradients, run_passes, *split = launchers
-    v, offsets = inputs.v, inputs.cu_seqlens
-    batch, rows = v.shape[:2]
-    ragged = offsets is not None
-    sequences = len(offsets) - 1 if ragged else batch
-    entries = _segment_ends(split, segment, tensors, ends, inputs, sequences) if segment else None
-    places = sequences if entries is None else len(entries[0])
-    plan = _plan(inputs, places, segment)
-    kept = _room(v, inputs.k.shape[3], slots_of(batch, rows, sequences, CHUNK, True) if ragged else places * plan.width)
-    found = {"v": _rows(v, offsets)} | ({} if ends.d_initial is None else {"initial_state": ends.d_initial})
-    products = _gradients_of(tensors, inputs) if needs - {"initial_state", "v"} else {}
-    sizes = (places, sequences.bit_length(), segment, plan.width)
-    for step, (states, flags) in zip(plan.steps, _carried(len(plan.steps), ends, entries, places, inputs), strict=True):
-        run_passes(
-            *tensors, *states, *kept, found["v"], *sizes, *step.replay, *step.reverse, inputs.scale, *flags
+class _Call:
+    """A call on its way over the bands of its plan, and the gradients that it finds."""
+
+    def __init__(
+        self, launchers: list[compiling.Launcher], layout: tuple[int, int], tensors: _Tensors, inputs: Any, ends: _Ends,
+        saved: Mapping[str, Tensor], needs: frozenset[str],
+    ) -> None:  # fmt: skip
+        self.run_gradients, self.run_passes, *split = launchers
+        self.groups, self.segment = layout
+        self.tensors, self.inputs, self.ends = tensors, inputs, ends
+        v, offsets = inputs.v, inputs.cu_seqlens
+        batch, rows = v.shape[:2]
+        self.sequences = batch if offsets is None else len(offsets) - 1
+        self.widths = (v.shape[2], inputs.k.shape[3], v.shape[3])
+        self.absent = _never_read(v.device, torch.float32, (1, *self.widths))
+        self.cut_states, self.cuts = launch.cut_states(saved, self.absent)
+        # By place: the entry states of segments, and the gradients of their exit states or of what a band goes on from.
+        self.entries: Tensor | None = None
+        self.carried: Tensor | None = None
+        if split:
+            self.entries, self.carried = self._segment_ends(split)
+        self.places = self.sequences if self.entries is None else len(self.entries)
+        self.plan = self._plan()
+        slots = self.places * self.plan.width
+        self.kept = self._room(slots if offsets is None else slots_of(batch, rows, self.sequences, CHUNK, True))
+        self.found = {"v": _rows(v, offsets)}
+        if ends.d_initial is not None:
+            self.found["initial_state"] = ends.d_initial
+        self.rows_of_gradients = needs - {"initial_state", "v"}
+
+    def run(self) -> dict[str, Tensor]:
+        """All gradients; dq and dk are those of the rows that the kernels see."""
+        plan = self.plan
+        pipeline(self.inputs.v.device.index, len(plan.bands), plan.rooms, self._passes, self._gradients)
+        return self.found
+
+    def _plan(self) -> bands_backward.Plan:
+        """The bands of a call; of a ragged one all at once, for nobody here knows how long its sequences are."""
+        v = self.inputs.v
+        whole = -(-v.shape[1] // CHUNK)
+        chunks = min(self.segment, whole) if self.segment else whole
+        if self.inputs.cu_seqlens is not None:
+            return bands_backward.at_once(whole, chunks)
+        count = _multiprocessors(v.device.index)
+        best = schedules_backward.bands(self.places, chunks, self.groups, self.widths, v.itemsize, count)
+        return bands_backward.plan(whole, chunks, *best)
+
+    def _room(self, slots: int) -> _Kept:
+        v, (value_heads, key_width, value_width) = self.inputs.v, self.widths
+        states, d_states = (v.new_empty(slots, value_heads, value_width, key_width) for _ in range(2))
+        x, dr = (v.new_empty(slots, value_heads, CHUNK, value_width) for _ in range(2))
+        return _Kept(states, d_states, x, dr)
+
+    def _segment_ends(self, launchers: list[compiling.Launcher]) -> tuple[Tensor, Tensor]:
+        """The entry states of all segments, and the gradients of their exit states: each [segments, HV, K, V]."""
+        run_summaries, run_compose = launchers
+        v, where, segment = self.inputs.v, self.tensors.where, self.segment
+        (batch, rows), (value_heads, key_width, value_width) = v.shape[:2], self.widths
+        segments = slots_of(batch, rows, self.sequences, segment * CHUNK, self.inputs.cu_seqlens is not None)
+        maps = v.new_empty(segments, value_heads, 2, key_width, key_width, dtype=torch.bfloat16)
+        added = v.new_empty(2, segments, value_heads, key_width, value_width, dtype=torch.float32)
+        found = torch.empty_like(added)
+        run_summaries(*self.tensors, maps, *added, self.sequences.bit_length(), segment, self.inputs.scale)
+        states, flags = self._given(self.ends[:2])
+        run_compose(maps, added, where, *states, found, self.sequences, rows, segment, *flags)
+        return found[0], found[1]
+
+    def _given(self, states: Sequence[Tensor | None]) -> tuple[list[Tensor], list[int]]:
+        """The kernels' arguments for states that may be absent, and the flags that tell."""
+        return [self.absent if state is None else state for state in states], [int(s is not None) for s in states]
+
+    def _passes(self, turn: int) -> None:
+        """What the gradients of a band need, and dv; dS goes on by place to the band before it."""
+        plan, (initial, d_final, d_initial) = self.plan, self.ends
+        band, last = plan.bands[turn], turn == len(plan.bands) - 1
+        if self.carried is None and not last:
+            self.carried = self.inputs.v.new_empty(self.places, *self.widths, dtype=torch.float32)
+        if self.carried is not None:
+            initial = self.entries if self.segment else initial
+            d_final = self.carried if self.segment or turn else d_final
+        states, flags = self._given(
+            (self.cut_states if band.first else initial, d_final, d_initial if last else self.carried)
+        )
+        self.run_passes(
+            *self.tensors, *states, *self.kept, self.found["v"], self.places, self.sequences.bit_length(),
+            self.segment, plan.width, *band[:3], self.cuts if band.first else 0, self.inputs.scale,
+            *flags, int(not last),
         )  # fmt: skip
-        if products and any(band.chunks for band in step.bands):
-            _products(run_gradients, tensors, inputs, ends, kept, products, plan, step.bands)
-    return found | products
+        if last and plan.rooms == 1:
+            self.entries = self.carried = None  # their memory can be that of dq: all kernels run in turn
+
+    def _gradients(self, turn: int) -> None:
+        """dq, dk, dg and dbeta of the chunks of a band."""
+        if not self.rows_of_gradients:
+            return
+        if "q" not in self.found:
+            self.found |= _gradients_of(self.tensors, self.inputs)
+        q, k, v, _, g_cumsum, beta, d_o, where = self.tensors
+        plan, (states, flags) = self.plan, self._given(self.ends[:2])
+        rounds = schedules_backward.GRADIENTS_ROUNDS if plan.rooms > 1 else 1
+        most = self.kept.x.shape[0] * k.shape[2]  # units: no chunk of a band is without a slot
+        self.run_gradients(
+            q, k, v, g_cumsum, beta, d_o, where, *states, *self.kept,
+            *(self.found[name] for name in ("q", "k", "g", "beta")),
+            self.inputs.scale, self.sequences.bit_length(), min(most, rounds * _multiprocessors(v.device.index)),
+            plan.chunks, plan.width, *plan.bands[turn], *flags,
+        )  # fmt: skip
 
 
-def _plan(inputs: Any, places: int, segment: int) -> bands_backward.Plan:
-    """The steps of a call; of a ragged one all at once, for nobody here knows how long its sequences are."""
-    v = inputs.v
-    whole = -(-v.shape[1] // CHUNK)
-    chunks = min(segment, whole) if segment else whole
-    if inputs.cu_seqlens is not None:
-        return bands_backward.at_once(whole, chunks)
-    sizes = (v.shape[2], inputs.k.shape[3], v.shape[3])
-    return bands_backward.plan(whole, chunks, schedules_backward.first_piece(places, chunks, sizes, v.itemsize))
-
-
-def _room(v: Tensor, key_width: int, slots: int) -> _Kept:
-    value_heads, value_width = v.shape[2:]
-    states, d_states = (v.new_empty(slots, value_heads, value_width, key_width) for _ in range(2))
-    x, dr = (v.new_empty(slots, value_heads, CHUNK, value_width) for _ in range(2))
-    return _Kept(states, d_states, x, dr)
-
-
-def _carried(
-    steps: int, ends: _Ends, entries: Tensor | None, places: int, inputs: Any
-) -> Iterator[tuple[tuple[Tensor, ...], tuple[int, ...]]]:
-    """For each step the passes' states (initial, d_final, exits, d_initial) and flags.
-
-    Between two steps they are in fp32 by place, where segments have theirs already; the call's own stay as they are.
-    """
-    v = inputs.v
-    shape = (v.shape[2], inputs.k.shape[3], v.shape[3])
-    absent = _never_read(v.device, torch.float32, (1, *shape))
-    given = tuple(absent if state is None else state for state in ends)
-    has_initial, has_final, has_d_initial = (int(state is not None) for state in ends)
-    carry = entries
-    if carry is None and steps > 1:
-        carry = v.new_empty(2, places, *shape, dtype=torch.float32)
-    for step in range(steps):
-        inside = step > 0 or entries is not None
-        begin = (carry[0], carry[1]) if carry is not None and inside else given[:2]
-        flags = (1, 1) if inside else (has_initial, has_final)
-        if carry is not None and step < steps - 1:
-            yield (*begin, carry[0], carry[1]), (*flags, 0, 1)
-        else:
-            yield (*begin, absent, given[2]), (*flags, has_d_initial, 0)
-
-
-def _segment_ends(
-    launchers: list[compiling.Launcher], segment: int, tensors: tuple[Tensor, ...], ends: _Ends, inputs: Any,
-    sequences: int,
-) -> Tensor:  # fmt: skip
-    """The entry states of all segments, and the gradients of their exit states: [2, segments, HV, K, V]."""
-    run_summaries, run_compose = launchers
-    v, where = tensors[2], tensors[7]
-    batch, rows, value_heads, value_width = v.shape
-    key_width = inputs.k.shape[3]
-    segments = slots_of(batch, rows, sequences, segment * CHUNK, inputs.cu_seqlens is not None)
-    maps = v.new_empty(segments, value_heads, 2, key_width, key_width, dtype=torch.bfloat16)
-    added = v.new_empty(2, segments, value_heads, key_width, value_width, dtype=torch.float32)
-    found = torch.empty_like(added)
-    absent = _never_read(v.device, torch.float32, (1, value_heads, key_width, value_width))
-    states = (absent if state is None else state for state in ends[:2])
-    flags = (int(state is not None) for state in ends[:2])
-    run_summaries(*tensors, maps, *added, sequences.bit_length(), segment, inputs.scale)
-    run_compose(maps, added, where, *states, found, sequences, rows, segment, *flags)
-    return found
-
-
-def _gradients_of(tensors: tuple[Tensor, ...], inputs: Any) -> dict[str, Tensor]:
+def _gradients_of(tensors: _Tensors, inputs: Any) -> dict[str, Tensor]:
     """What takes dq and dk, of the normalised rows in fp32 where they are normalised, dg and dbeta."""
     offsets = inputs.cu_seqlens
     wide = torch.float32 if inputs.use_qk_l2norm_in_kernel else None
-    found = {"q": _rows(tensors[0], offsets, wide), "k": _rows(tensors[1], offsets, wide)}
+    found = {"q": _rows(tensors.q, offsets, wide), "k": _rows(tensors.k, offsets, wide)}
     return found | {name: _rows(getattr(inputs, name), offsets) for name in ("g", "beta")}
-
-
-def _products(
-    kernel: compiling.Launcher, tensors: tuple[Tensor, ...], inputs: Any, ends: _Ends, kept: _Kept,
-    found: dict[str, Tensor], plan: bands_backward.Plan, bands: tuple[bands_backward.Band, bands_backward.Band],
-) -> None:  # fmt: skip
-    """dq, dk, dg and dbeta of the chunks of two bands."""
-    q, k, v, _, g_cumsum, beta, d_o, where = tensors
-    absent = _never_read(v.device, torch.float32, (1, v.shape[2], k.shape[3], v.shape[3]))
-    initial, d_final = (absent if state is None else state for state in ends[:2])
-    sequences = len(where) - 1 if inputs.cu_seqlens is not None else v.shape[0]
-    most = kept.x.shape[0] * k.shape[2]  # units: no chunk of a step is without a slot
-    kernel(
-        q, k, v, g_cumsum, beta, d_o, where, initial, d_final, *kept,
-        *(found[name] for name in ("q", "k", "g", "beta")),
-        inputs.scale, sequences.bit_length(), min(most, _multiprocessors(v.device.index)),
-        plan.chunks, plan.width, *bands[0], *bands[1], *(int(state is not None) for state in ends[:2]),
-    )  # fmt: skip
 
 
 def _rows(like: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:

@@ -19,11 +19,12 @@ GRADIENTS_REGISTERS = (224, 56)
 
 _BARRIERS_BYTES = 1024
 
-# A call in pieces takes some 30 us more for each of them (NOTES.md): a few percent where all at once is this much.
-_AT_ONCE_BYTES = 1 << 30
-_FEWEST_CHUNKS = 16
-_FIRST_OF_HALF = 7
+# Of S, dS', x and dr: what is kept of all chunks at once, and what of them is kept at a time where that is possible.
+_AT_ONCE_BYTES = 128 << 20
+_KEPT_BYTES = 1 << 30
 
+GRADIENTS_ROUNDS = 4
+"""Blocks of the gradients for each multiprocessor where they run beside the passes: small ones, for what gets free."""
 
 # Microseconds, measured (NOTES.md). Of a chunk of the passes: alone, and what a full device adds, by the square of its
 # busy part; of a chunk of the summaries, backwards and forwards; of a segment in the composition; of two launches.
@@ -31,6 +32,9 @@ _PASSES_US = (1.65, 0.48)
 _SUMMARIES_US = (1.42, 0.95)
 _COMPOSITION_US = 2.9
 _LAUNCHES_US = 10.0
+
+# The part of the device that the passes may take where the gradients are to run beside them.
+_BESIDE = 0.6
 
 # The time of a block with two groups over that of one with one: as in the forward, not measured here.
 _TWO_GROUPS_COST = 1.75
@@ -98,17 +102,23 @@ def state_bytes(places: int, slots: int, sizes: tuple[int, int, int], itemsize: 
     return places * slots * value_heads * 2 * (key_width + schedules.CHUNK) * value_width * itemsize
 
 
-def first_piece(places: int, chunks: int, sizes: tuple[int, int, int], itemsize: int) -> int:
-    """Chunks of the first piece that both directions take behind the middle of a place, or 0: all chunks at once.
+def bands(
+    places: int, chunks: int, groups: int, sizes: tuple[int, int, int], itemsize: int, multiprocessors: int
+) -> tuple[int, int]:
+    """In how many bands a dense call is best taken, and how many of them are kept at a time.
 
-    Places are sequences or their segments, with ``chunks`` chunks each. With a seventh of a half there are three
-    pieces, each as long as all before it and the first one once more, and about 4/7 of all chunks are kept. All at once
-    where the memory is not worth the time, or pieces would have next to nothing to do.
+    Places are sequences or their segments, with ``chunks`` chunks each; ``groups`` are those of a block of the passes.
+    A band more costs what it takes to start its kernels, and a round of blocks that is not full. Where the passes leave
+    a good part of the device free, the gradients of a band run beside the passes of the next one, which is more than
+    that; elsewhere halves are enough, but for calls whose halves are large.
     """
-    if chunks < _FEWEST_CHUNKS or state_bytes(places, chunks, sizes, itemsize) <= _AT_ONCE_BYTES:
-        return 0
-    half = -(-chunks // 2)
-    return -(-half // _FIRST_OF_HALF)
+    kept = state_bytes(places, chunks, sizes, itemsize)
+    if kept <= _AT_ONCE_BYTES:
+        return 1, 1
+    value_heads, _, value_width = sizes
+    blocks = 2 * places * value_heads * value_width // (groups * schedules.GROUP_WIDTH)
+    rooms = 2 if blocks <= multiprocessors * _BESIDE else 1
+    return max(2 * rooms, -(-kept * rooms // _KEPT_BYTES)), rooms
 
 
 def passes_bytes(key_width: int, groups: int) -> int:

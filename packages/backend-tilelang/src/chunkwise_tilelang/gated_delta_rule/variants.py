@@ -19,10 +19,11 @@ _ARCH = "sm_90a"
 _HEADS = {"heads": 2, "value_heads": 4}
 # With two groups the thread that computes pairs has 72 registers, and one that copies 24: NOTES.md.
 _SPILL_BYTES = {1: 0, 2: 400}
+_SEGMENTS_SPILL_BYTES = {1: 0, 2: 720}
 
 _PASSES_SPILL_BYTES = {1: 0, 2: 400}
-# A score matrix's gradient lies in memory between value heads: NOTES.md.
-_GRADIENTS_SPILL_BYTES = 1400
+# What is used once a chunk lies in memory meanwhile: NOTES.md.
+_GRADIENTS_SPILL_BYTES = 500
 
 # Of the solving kernel by the value heads that it takes together, with K = 128; no schedule chooses between them.
 _SOLVE_BYTES = {1: 16_896, 2: 20_480}
@@ -62,7 +63,8 @@ def _fused(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
         "segmented": ragged,
     }
     name = f"gated delta rule, fused, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
-    return Variant(name, fused, constants, _ARCH, schedules.fused_bytes(key_width, groups), _SPILL_BYTES[groups])
+    spills = (_SEGMENTS_SPILL_BYTES if ragged else _SPILL_BYTES)[groups]
+    return Variant(name, fused, constants, _ARCH, schedules.fused_bytes(key_width, groups), spills)
 
 
 def _passes(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:

@@ -8,11 +8,17 @@ A *place* is a sequence, or a segment of one; a *band* is the same few chunks of
 ``first`` on ``count`` of them, counted from the place's own first chunk. A place has ``width`` slots where not all
 chunks are kept at once, and a band's are there from slot ``at`` on. The last place of a sequence may have fewer chunks
 than the others, and then fewer or none of a band.
+
+A *cut* is before every chunk whose number in its sequence is a multiple of :data:`ENTRY_CHUNKS`, but the first. The
+state there has the slot that ``entry_states`` of the residual formats gives it: ``row // (ENTRY_CHUNKS * C) - 1`` of so
+many slots for each row of the batch.
 """
 
 from typing import Any
 
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
+
+from chunkwise.autograd.residuals import ENTRY_CHUNKS
 
 
 def first_and_end(cu_seqlens: Any, n: Any, rows: Any) -> tuple[Any, Any]:
@@ -124,31 +130,43 @@ def walked(place, begin, count, chunk_size, width, band):
 
 
 @T.macro
-def band_slots(index, sequences, rows, chunk_size, chunks, width, bands):
-    """Of chunk ``index`` of two bands, one behind the other: its slot among all chunks, and its slots in two buffers.
+def band_slots(index, rows, chunk_size, chunks, width, band):
+    """Of chunk ``index`` of a band ``(first, count, at, size)``: its slot among all chunks, and its slot of a place.
 
-    A band is ``(size, first, count, at, other_at)``: it has ``size`` chunks of a sequence altogether, and may begin at
-    another slot of a place in each of the buffers.
+    ``size`` is the number of chunks that the band has of a sequence altogether.
     """
     # Variables, since TileLang puts an expression wherever its name stands; nothing is negative that is divided.
-    size, first, count, at, other_at, rest, n, place = (T.alloc_var("int32") for _ in range(8))
-    one, two = bands
-    rest = index - sequences * one[0]
-    size = T.Select(rest >= 0, two[0], one[0])
-    first = T.Select(rest >= 0, two[1], one[1])
-    count = T.Select(rest >= 0, two[2], one[2])
-    at = T.Select(rest >= 0, two[3], one[3])
-    other_at = T.Select(rest >= 0, two[4], one[4])
-    rest = T.Select(rest >= 0, rest, index)
-    n = T.truncdiv(rest, size)
-    rest -= n * size
+    first, count, at, size = band
+    rest, n, place, slot = (T.alloc_var("int32") for _ in range(4))
+    n = T.truncdiv(index, size)
+    rest = index - n * size
     place = T.truncdiv(rest, count)  # of the sequence: only its last one may have less than ``count`` of the band
     rest -= place * count
-    first += n * T.ceildiv(rows, chunk_size) + place * chunks + rest
+    slot = n * T.ceildiv(rows, chunk_size) + place * chunks + first + rest
     place += n * T.truncdiv(T.ceildiv(rows, chunk_size) + chunks - 1, chunks)
-    at += place * width + rest
-    other_at += place * width + rest
-    return first, at, other_at
+    return slot, place * width + at + rest
+
+
+@T.macro
+def entry_of(place, batch, start, chunk_size, cuts):
+    """Where the state is that a band begins with, whose first row is ``start``: at a cut, or by place without cuts."""
+    entry = T.alloc_var("int32")
+    # A place that ends before the band has no such state, and uses none.
+    entry = T.Select(cuts != 0, batch * cuts + T.min(start // (ENTRY_CHUNKS * chunk_size), cuts) - 1, place)
+    return entry
+
+
+@T.macro
+def cut_behind(before, batch, start, chunk_size, cuts):
+    """The block's first chunk that has a cut before it, behind ``before`` chunks of its sequence, and the cut's slot.
+
+    A row of the batch has ``cuts`` slots. Without slots no chunk is found.
+    """
+    turn, slot = (T.alloc_var("int32") for _ in range(2))
+    turn = T.Select(before == 0, ENTRY_CHUNKS, (ENTRY_CHUNKS - before % ENTRY_CHUNKS) % ENTRY_CHUNKS)
+    slot = batch * cuts + (start + turn * chunk_size) // (ENTRY_CHUNKS * chunk_size) - 1
+    turn = T.Select(cuts == 0, -1, turn)
+    return turn, slot
 
 
 @T.macro

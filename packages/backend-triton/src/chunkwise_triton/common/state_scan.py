@@ -19,15 +19,57 @@ from chunkwise_triton.common.chunks import span
 from chunkwise_triton.common.tiles import load_row, load_rows, load_state, load_vector, store_rows, store_state
 
 
+@triton.jit
+def _carry(
+    s, begin, end, k, w, v_new, k_more, v_more, to_end, whole, states, first, length, slot, h, hv, kk, vv,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, DOT: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, DECAYED: tl.constexpr,
+    LOW_RANK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The state behind the chunks from ``begin`` to ``end`` of a sequence; what :func:`scan_kernel` writes of them."""
+    for chunk in tl.range(begin, end, num_stages=STAGES):
+        rows = length - chunk * C
+        at = first + chunk * C
+        store_state(states, s, slot + chunk, hv, HV, K, V, kk, vv)
+        entry = s.to(DOT)
+        if DECAYED:
+            s *= load_row(whole, (slot + chunk).to(tl.int64), hv, HV, kk, K)[:, None]
+        elif GATED:
+            s *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
+        for top in tl.static_range(0, C, ROWS):
+            t = top + tl.arange(0, ROWS)
+            if DELTA:
+                w_tile = load_rows(w, at, t, rows, hv, HV, kk, K).to(DOT)  # [ROWS, BK]
+                x = load_rows(v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV] u
+                x -= tl.dot(w_tile, entry, input_precision="tf32x3")
+                store_rows(v_new, x, at, t, rows, hv, HV, vv, V)
+            else:
+                x = load_rows(v_new, at, t, rows, hv, HV, vv, V)  # [ROWS, BV]
+            if GATED and not DECAYED:
+                to_exit = load_vector(to_end, at, t, rows, hv, HV)
+            k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
+            if GATED and not DECAYED:
+                x = x.to(tl.float32) * to_exit[:, None]
+            s += tl.dot(tl.trans(k_tile), x.to(DOT), input_precision="tf32x3")
+            if LOW_RANK:
+                x = load_rows(v_more, at, t, rows, hv, HV, vv, V).to(DOT)  # [ROWS, BV]
+                k_tile = load_rows(k_more, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
+                s += tl.dot(tl.trans(k_tile), x, input_precision="tf32x3")
+    return s
+
+
 @triton.jit(do_not_specialize=["T", "per_row"])
 def scan_kernel(
-    k, w, v_new, k_more, v_more, to_end, whole, states, initial_state, final_state, cu_seqlens, first_slots, T, per_row,
+    k, w, v_new, k_more, v_more, to_end, whole, states, entry_states, initial_state, final_state,
+    cu_seqlens, first_slots, T, per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     DELTA: tl.constexpr, GATED: tl.constexpr, DECAYED: tl.constexpr, LOW_RANK: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
+    ENTRY_CHUNKS: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the entry states of all chunks and the state behind the last token; DELTA: turns u into v_new in place."""
+    """Writes the entry states of all chunks and the state behind the last token; DELTA: turns u into v_new in place.
+    ENTRY_CHUNKS, unless 0: also the fp32 state before every so many chunks of the sequence, at the place in its row of
+    the batch that the lean formats give it."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     column = tl.program_id(0) % blocks
     hv = tl.program_id(0) // blocks % HV
@@ -40,34 +82,25 @@ def scan_kernel(
     if HAS_INITIAL:
         s = load_state(initial_state, n, hv, HV, K, V, kk, vv)  # [BK, BV] fp32
     chunks = (length + C - 1) // C
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
-        rows = length - chunk * C
-        at = first + chunk * C
-        store_state(states, s, slot + chunk, hv, HV, K, V, kk, vv)
-        entry = s.to(DOT)
-        if DECAYED:
-            s *= load_row(whole, (slot + chunk).to(tl.int64), hv, HV, kk, K)[:, None]
-        elif GATED:
-            s *= tl.load(whole + (slot + chunk).to(tl.int64) * HV + hv)
-        for begin in tl.static_range(0, C, ROWS):
-            t = begin + tl.arange(0, ROWS)
-            if DELTA:
-                w_tile = load_rows(w, at, t, rows, hv, HV, kk, K).to(DOT)  # [ROWS, BK]
-                x = load_rows(v_new, at, t, rows, hv, HV, vv, V).to(tl.float32)  # [ROWS, BV] u
-                x -= tl.dot(w_tile, entry, input_precision="tf32x3")
-                store_rows(v_new, x, at, t, rows, hv, HV, vv, V)
-            else:
-                x = load_rows(v_new, at, t, rows, hv, HV, vv, V)  # [ROWS, BV]
-            if GATED and not DECAYED:
-                end = load_vector(to_end, at, t, rows, hv, HV)
-            k_tile = load_rows(k, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
-            if GATED and not DECAYED:
-                x = x.to(tl.float32) * end[:, None]
-            s += tl.dot(tl.trans(k_tile), x.to(DOT), input_precision="tf32x3")
-            if LOW_RANK:
-                x = load_rows(v_more, at, t, rows, hv, HV, vv, V).to(DOT)  # [ROWS, BV]
-                k_tile = load_rows(k_more, at, t, rows, h, H, kk, K).to(DOT)  # [ROWS, BK]
-                s += tl.dot(tl.trans(k_tile), x, input_precision="tf32x3")
+    if ENTRY_CHUNKS:
+        # Inside the pipelined loop a store of fp32 states would cost all chunks registers and shared memory.
+        for begin in tl.range(0, chunks, ENTRY_CHUNKS, num_stages=1):
+            if begin > 0:
+                if RAGGED:
+                    place = (first + begin * C) // (ENTRY_CHUNKS * C) - 1
+                else:  # first counts the rows of all the batch
+                    place = n * ((T - 1) // (ENTRY_CHUNKS * C)) + begin // ENTRY_CHUNKS - 1
+                store_state(entry_states, s, place, hv, HV, K, V, kk, vv)
+            end = tl.minimum(begin + ENTRY_CHUNKS, chunks)
+            s = _carry(
+                s, begin, end, k, w, v_new, k_more, v_more, to_end, whole, states, first, length, slot, h, hv, kk, vv,
+                H, HV, K, V, C, ROWS, DOT, DELTA, GATED, DECAYED, LOW_RANK, STAGES,
+            )  # fmt: skip
+    else:
+        s = _carry(
+            s, 0, chunks, k, w, v_new, k_more, v_more, to_end, whole, states, first, length, slot, h, hv, kk, vv,
+            H, HV, K, V, C, ROWS, DOT, DELTA, GATED, DECAYED, LOW_RANK, STAGES,
+        )  # fmt: skip
     if HAS_FINAL:
         store_state(final_state, s, n, hv, HV, K, V, kk, vv)
 

@@ -29,7 +29,7 @@ SPLIT = Implementation(
     forward="chunkwise_triton.delta_rule.launch:forward",
     backward="chunkwise_triton.delta_rule.launch:backward",
     compile="chunkwise_triton.delta_rule.launch:compile",
-    residuals=("delta-wy64@1", "delta-states64@1"),
+    residuals=("delta-wy64@2", "delta-states64@1"),
 )
 
 IMPLEMENTATIONS = (SPLIT,)

@@ -99,9 +99,9 @@ def _scan(
     call.per_state(
         scan_kernel, call.schedule.scan,
         chunk["b_out"], chunk["w"], chunk["u"], chunk["k_out"], call.v, chunk["whole"], chunk["whole"],
-        states, or_any(initial, states), or_any(final, states),
+        states, states, or_any(initial, states), or_any(final, states),
         DELTA=True, GATED=True, DECAYED=True, LOW_RANK=True,
-        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+        ENTRY_CHUNKS=0, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
 

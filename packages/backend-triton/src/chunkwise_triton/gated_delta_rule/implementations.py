@@ -16,7 +16,7 @@ SPLIT = Implementation(
     forward="chunkwise_triton.gated_delta_rule.launch:forward",
     backward="chunkwise_triton.gated_delta_rule.launch:backward",
     compile="chunkwise_triton.gated_delta_rule.launch:compile",
-    residuals=("gdn-wy64@1", "gdn-states64@1"),
+    residuals=("gdn-wy64@2", "gdn-states64@1"),
 )
 
 IMPLEMENTATIONS = (SPLIT,)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chunkwise.autograd.residuals import ENTRY_CHUNKS, entry_slots
 from chunkwise.verifier.facts import Facts
 from chunkwise_triton.common.call import DTYPES, Call, build_once, meta_inputs, or_any
 from chunkwise_triton.common.chunk_products import output_kernel
@@ -18,9 +19,9 @@ from chunkwise_triton.common.state_scan import scan_backward_kernel, scan_kernel
 from chunkwise_triton.gated_delta_rule import kernels
 from chunkwise_triton.gated_delta_rule.schedules import Schedule
 
-LEAN = ("g_cumsum", "inverse")
+LEAN = ("g_cumsum", "inverse", "entry_states")
 FULL = ("g_cumsum", "inverse", "w", "v_new", "states")
-FIELDS = {"gdn-wy64@1": LEAN, "gdn-states64@1": FULL, "delta-wy64@1": LEAN[1:], "delta-states64@1": FULL[1:]}
+FIELDS = {"gdn-wy64@2": LEAN, "gdn-states64@1": FULL, "delta-wy64@2": LEAN[1:], "delta-states64@1": FULL[1:]}
 """What the residual formats of both ops keep."""
 
 
@@ -46,7 +47,9 @@ def forward(
     inverse = None if save is None else inputs.v.new_empty(*inputs.beta.shape, schedule.chunk_size)
     saved = _solve(call, inverse, invert=True)
     final = call.state() if inputs.output_final_state else None
-    saved["states"] = _scan(call, saved, inputs.initial_state, final)
+    if "entry_states" in FIELDS.get(save or "", ()):
+        saved["entry_states"] = _entry_states(call)
+    saved["states"] = _scan(call, saved, inputs.initial_state, final, saved.get("entry_states"))
     o = call.rows(inputs.v)
     call.per_chunk(
         output_kernel, schedule.output, call.value_heads,
@@ -70,14 +73,26 @@ def _solve(call: _Call, inverse: Tensor | None, invert: bool) -> dict[str, Tenso
     return saved
 
 
-def _scan(call: _Call, saved: dict[str, Tensor], initial: Tensor | None, final: Tensor | None) -> Tensor:
-    """Turn u into v_new; returns the entry state of every chunk."""
+def _entry_states(call: _Call) -> Tensor:
+    """Room for the states that a lean format keeps; as in :meth:`Call.states`, zero where none is written."""
+    batch, rows = call.v.shape[:2]
+    sizes = {"T": rows, "C": call.schedule.chunk_size}
+    shape = (batch, entry_slots(sizes, call.map.ragged)["entries"], call.value_heads, call.key_width, call.value_width)
+    make = torch.zeros if call.map.ragged else torch.empty
+    return make(shape, dtype=torch.float32, device=call.v.device)
+
+
+def _scan(
+    call: _Call, saved: dict[str, Tensor], initial: Tensor | None, final: Tensor | None, entries: Tensor | None = None
+) -> Tensor:
+    """Turn u into v_new; returns the entry state of every chunk, and fills in those to keep where there is room."""
     states = call.states()
     call.per_state(
         scan_kernel, call.schedule.scan,
         call.k, saved["w"], saved["v_new"], call.k, call.v, saved["to_end"], saved["whole"],
-        states, or_any(initial, states), or_any(final, states),
+        states, or_any(entries, states), or_any(initial, states), or_any(final, states),
         DELTA=True, GATED=call.gated, DECAYED=False, LOW_RANK=False,
+        ENTRY_CHUNKS=0 if entries is None else ENTRY_CHUNKS,
         HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
@@ -177,7 +192,6 @@ _AXES = {"q": "B T H K", "k": "B T H K", "v": "B T HV V", "g": "B T HV", "beta":
 
 def _build(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, _OPTIONS)
-    (o, final), saved = forward(schedule, inputs, "gdn-states64@1" if facts.needs else None)
+    (o, final), saved = forward(schedule, inputs, "gdn-wy64@2" if facts.needs else None)
     if "backward" in parts:
-        lean = {name: saved[name] for name in LEAN}
-        backward(schedule, inputs, SimpleNamespace(tensors=lean), (o, final), facts.needs)
+        backward(schedule, inputs, SimpleNamespace(tensors=saved), (o, final), facts.needs)

@@ -51,9 +51,9 @@ class _Call(Call):
         self.per_state(
             scan_kernel, self.schedule.scan,
             self.key_out, self.key_out, self.v, self.v, self.v, self.whole, self.whole,
-            states, or_any(initial, states), or_any(final, states),
+            states, states, or_any(initial, states), or_any(final, states),
             DELTA=False, GATED=True, DECAYED=True, LOW_RANK=False,
-            HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+            ENTRY_CHUNKS=0, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
         )  # fmt: skip
         return states
 

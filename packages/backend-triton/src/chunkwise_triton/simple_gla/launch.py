@@ -73,9 +73,9 @@ def _scan(
     call.per_state(
         scan_kernel, schedule.scan,
         call.k, call.k, call.v, call.k, call.v, gates["to_end"], gates["whole"],
-        states, or_any(initial, states), or_any(final, states),
+        states, states, or_any(initial, states), or_any(final, states),
         DELTA=False, GATED=call.gated, DECAYED=False, LOW_RANK=False,
-        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+        ENTRY_CHUNKS=0, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
     )  # fmt: skip
     return states
 

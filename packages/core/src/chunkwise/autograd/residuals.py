@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from chunkwise.protocol.axes import Axis
 
 POLICIES = ("lean", "full")
 """What a format is for; see :class:`ResidualFormat`."""
+
+
+ENTRY_CHUNKS = 32
+"""Chunks between two of the states that a lean format keeps of a sequence: a backward can replay the chunks from there
+on, and a state for so many chunks is a small part of what the format keeps."""
 
 
 class Residuals(NamedTuple):
@@ -42,7 +48,7 @@ class ResidualFormat:
     """A named, versioned set of residuals.
 
     Args:
-        name: ``gdn-wy64@1``; the version grows when a field changes its axes, dtype, log base or chunk.
+        name: ``gdn-wy64@2``; the version grows when a field is added or changes its axes, dtype, log base or chunk.
         policy: ``lean`` (the op's default: the backward recomputes what is cheap) or ``full``.
         chunk_size: rows of a chunk, which the fields' axis ``C`` takes; None where nothing is cut into chunks.
         fields: the tensors, in the order in which they are saved.
@@ -85,3 +91,23 @@ def chunk_slots(sizes: Mapping[str, Any], ragged: bool) -> Mapping[str, Any]:
     """Slots for one entry a chunk, bounded by shapes alone: B * ceil(T / C) dense, ceil(T / C) + N ragged."""
     chunks = (sizes["T"] + sizes["C"] - 1) // sizes["C"]
     return {"slots": chunks + sizes["N"] if ragged else sizes["B"] * chunks}
+
+
+def entry_slots(sizes: Mapping[str, Any], ragged: bool) -> Mapping[str, Any]:
+    """Slots in a batch row for the states before every ENTRY_CHUNKS-th chunk of its sequences, dense and ragged alike.
+
+    Such a state, before row r of the batch row, stands at ``r // (ENTRY_CHUNKS * C) - 1``. No two claim one slot: those
+    of a sequence are ENTRY_CHUNKS chunks apart, and the first of the next sequence is further from them.
+    """
+    return {"entries": torch.sym_max(sizes["T"] - 1, 0) // (ENTRY_CHUNKS * sizes["C"])}
+
+
+def entry_states(head_axes: str) -> ResidualField:
+    """The field whose slots :func:`entry_slots` counts, for the axes of one state."""
+    return ResidualField(
+        "entry_states",
+        f"B entries {head_axes}",
+        "fp32",
+        f"the state before chunk {ENTRY_CHUNKS}, {2 * ENTRY_CHUNKS}, ... of each sequence; of row r at r // "
+        f"({ENTRY_CHUNKS} C) - 1; slots of no such row hold anything",
+    )

@@ -54,8 +54,10 @@ def walk(
     Args:
         layout: of the call.
         states: `[N, ...]` where each sequence starts; becomes where it ends.
-        outs: what to fill: rows `[B, T, ...]` by name, and `states` `[slots, ...]`, the entry states.
-        compute: everything of one group, packed, by the same names; moves the states that it is given in place.
+        outs: what to fill: rows `[B, T, ...]` by name, `states` `[slots, ...]`, the entry states, and `entry_states`
+            `[B, entries, ...]`, those of them that a lean format keeps (`entry_slots` of `autograd.residuals`).
+        compute: everything of one group, packed, by the same names, all entry states as `states`; moves the states that
+            it is given in place.
     """
     for table in layout.tables:
         state = states.index_select(0, table.sequences)
@@ -64,6 +66,8 @@ def walk(
             for name, out in outs.items():
                 if name == "states":
                     out.index_copy_(0, group.slots, found[name].to(out.dtype))
+                elif name == "entry_states":
+                    group.unpack_entries(found["states"], out, layout.length)
                 else:
                     group.unpack(found[name], out)
         states.index_copy_(0, table.sequences, state)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chunkwise.autograd.residuals import ENTRY_CHUNKS
+
 # Sequences up to these lengths are packed apart from longer ones: padding stays below a factor of four.
 _SHORT = (4, 16)
 
@@ -67,6 +69,16 @@ class ChunkGroup(PackedRows):
     """How many sequences have a chunk, for each step."""
     slots: Tensor
     """`[chunks]` place of each chunk when chunks are counted sequence by sequence over the whole call."""
+    cuts: Tensor | None
+    """`[cuts]` the chunks that have ENTRY_CHUNKS or a multiple of it before them; None when there are none."""
+
+    def unpack_entries(self, states: Tensor, out: Tensor, length: int) -> None:
+        """Write the states before the cuts, of `[chunks, H, K, V]`, to their places in `out` `[B, entries, H, K, V]`;
+        `length` rows are in each row of the batch."""
+        if self.cuts is not None:
+            first = self.tokens[self.cuts, 0]
+            place = first % length // (ENTRY_CHUNKS * self.rows) - 1
+            out[first // length, place] = states[self.cuts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +96,8 @@ class ChunkLayout:
     """All chunks of one call; empty sequences have none and are in no table."""
 
     sequences: int
+    length: int
+    """Rows `T` of each row of the batch."""
     slots: int
     """Bound on the number of chunks, from shapes alone: `B * ceil(T / C)`, ragged `ceil(T / C) + N`."""
     tables: tuple[ChunkTable, ...]
@@ -130,6 +144,7 @@ class Tiling:
         order = step.argsort(stable=True)
         owner, step = owner[order], step[order]
 
+        cut = (step > 0) & (step % ENTRY_CHUNKS == 0)
         row = torch.arange(rows)
         first = starts[owner] + step * self.chunk_size
         size = (lengths[owner] - step * self.chunk_size).clamp(max=self.chunk_size)
@@ -141,6 +156,7 @@ class Tiling:
                 rows=rows,
                 active=tuple(counts),
                 slots=slots[part].to(self.device),
+                cuts=cut[part].nonzero().squeeze(1).to(self.device) if bool(cut[part].any()) else None,
                 tokens=tokens[part].to(self.device),
                 live=None if bool(live[part].all()) else live[part].to(self.device),
             )
@@ -152,7 +168,7 @@ def dense_layout(batch: int, length: int, tiling: Tiling) -> ChunkLayout:
     """One sequence of `length` tokens in each row of the batch."""
     starts = torch.arange(batch) * length
     lengths = torch.full((batch,), length)
-    return ChunkLayout(batch, int(tiling.counts(lengths).sum()), tiling.tables(starts, lengths), covers=True)
+    return ChunkLayout(batch, length, int(tiling.counts(lengths).sum()), tiling.tables(starts, lengths), covers=True)
 
 
 def ragged_layout(length: int, cu_seqlens: Tensor, tiling: Tiling) -> ChunkLayout:
@@ -162,7 +178,7 @@ def ragged_layout(length: int, cu_seqlens: Tensor, tiling: Tiling) -> ChunkLayou
     lengths = offsets.diff().clamp(min=0)
     slots = -(-length // tiling.chunk_size) + lengths.shape[0]
     covers = int(lengths.sum()) == length
-    return ChunkLayout(lengths.shape[0], slots, tiling.tables(offsets[:-1], lengths), covers)
+    return ChunkLayout(lengths.shape[0], length, slots, tiling.tables(offsets[:-1], lengths), covers)
 
 
 def _runs(active: list[int], limit: int) -> Iterator[tuple[slice, list[int]]]:

@@ -8,5 +8,5 @@ from chunkwise.eager import gated_delta_rule
 forward, backward = without_gate(
     gated_delta_rule.forward,
     gated_delta_rule.backward,
-    {"delta-wy64@1": gated_delta_rule.LEAN, "delta-states64@1": gated_delta_rule.FULL},
+    {"delta-wy64@2": gated_delta_rule.LEAN, "delta-states64@1": gated_delta_rule.FULL},
 )

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from chunkwise.autograd.residuals import entry_slots
 from chunkwise.eager.calls import layout_of, states_or_zeros, walk, walk_back
 from chunkwise.eager.chunks import ChunkGroup, ChunkLayout
 from chunkwise.eager.precision import exact_matmuls
@@ -32,11 +33,12 @@ from chunkwise.eager.triangular import (
     with_columns,
 )
 
-LEAN = "gdn-wy64@1"
-"""Residuals `g_cumsum` `[B, T, HV]` fp32 and `inverse` `[B, T, HV, 64]`, the rows of `(I + A)^-1`."""
+LEAN = "gdn-wy64@2"
+"""Residuals `g_cumsum` `[B, T, HV]` fp32, `inverse` `[B, T, HV, 64]`, the rows of `(I + A)^-1`, and `entry_states`
+`[B, entries, HV, K, V]` fp32, the states before every 32nd chunk, which this backward does not read."""
 FULL = "gdn-states64@1"
-"""LEAN and `w = (I + A)^-1 (beta exp(G) k)` `[B, T, HV, K]`, `v_new` `[B, T, HV, V]`, and the entry state of
-every chunk, `states` `[slots, HV, K, V]`: no state has to be carried again."""
+"""Those of LEAN but for `entry_states`, and `w = (I + A)^-1 (beta exp(G) k)` `[B, T, HV, K]`, `v_new`
+`[B, T, HV, V]`, and the entry state of every chunk, `states` `[slots, HV, K, V]`: no state has to be carried again."""
 
 _EPS = 1e-6  # of the L2 norm
 # exp is 0 in fp32 far above this; a gate of -inf (a reset) would give NaN in sums that multiply by zero.
@@ -140,6 +142,10 @@ def _residual_tensors(schedule: Schedule, inputs: Inputs, layout: ChunkLayout, s
         tensors["w"] = v.new_zeros(*rows, key_width)
         tensors["v_new"] = v.new_zeros(v.shape)
         tensors["states"] = v.new_zeros(layout.slots, v.shape[2], key_width, v.shape[3])
+    else:
+        entries = entry_slots({"T": v.shape[1], "C": schedule.chunk_size}, inputs.cu_seqlens is not None)["entries"]
+        shape = (v.shape[0], entries, v.shape[2], key_width, v.shape[3])
+        tensors["entry_states"] = v.new_zeros(shape, dtype=torch.float32)
     return tensors
 
 

@@ -37,7 +37,7 @@ GATED_DELTA_RULE = Implementation(
     schedule=chunks_of_64,
     forward="chunkwise.eager.gated_delta_rule:forward",
     backward="chunkwise.eager.gated_delta_rule:backward",
-    residuals=("gdn-wy64@1", "gdn-states64@1"),
+    residuals=("gdn-wy64@2", "gdn-states64@1"),
 )
 
 DELTA_RULE = Implementation(
@@ -48,7 +48,7 @@ DELTA_RULE = Implementation(
     schedule=chunks_of_64,
     forward="chunkwise.eager.delta_rule:forward",
     backward="chunkwise.eager.delta_rule:backward",
-    residuals=("delta-wy64@1", "delta-states64@1"),
+    residuals=("delta-wy64@2", "delta-states64@1"),
 )
 
 SIMPLE_GLA = Implementation(

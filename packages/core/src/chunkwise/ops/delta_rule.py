@@ -6,23 +6,24 @@ from collections.abc import Mapping
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from chunkwise.autograd.residuals import ResidualField, ResidualFormat, chunk_slots
+from chunkwise.autograd.residuals import ResidualField, ResidualFormat, chunk_slots, entry_slots, entry_states
 from chunkwise.protocol.cases import Budget, Case, Cost, drawn, recurrent_cases, sizes_of
 from chunkwise.protocol.declaration import Offsets, Output
 from chunkwise.protocol.op import op
 from chunkwise.reference import recurrence
 
-LEAN_FIELDS = (
+SOLVED_FIELDS = (
     ResidualField("inverse", "B T H C", "v", "(I + A)^-1, A[t, s] = beta_t k_t.k_s for s < t within the chunk"),
 )
+LEAN_FIELDS = (*SOLVED_FIELDS, entry_states("H K V"))
 FULL_FIELDS = (
-    *LEAN_FIELDS,
+    *SOLVED_FIELDS,
     ResidualField("w", "B T H K", "v", "inverse @ (beta k)"),
     ResidualField("v_new", "B T H V", "v", "inverse @ (beta v) - w S, S the state at the chunk's start"),
     ResidualField("states", "slots H K V", "v", "the state at each chunk's start"),
 )
 
-WY64 = ResidualFormat("delta-wy64@1", "lean", 64, LEAN_FIELDS, sizes=lambda sizes, ragged: {})
+WY64 = ResidualFormat("delta-wy64@2", "lean", 64, LEAN_FIELDS, sizes=entry_slots)
 STATES64 = ResidualFormat("delta-states64@1", "full", 64, FULL_FIELDS, sizes=chunk_slots)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from chunkwise import errors
-from chunkwise.autograd.residuals import ResidualField, ResidualFormat, chunk_slots
+from chunkwise.autograd.residuals import ResidualField, ResidualFormat, chunk_slots, entry_slots, entry_states
 from chunkwise.protocol.axes import Divides
 from chunkwise.protocol.cases import Budget, Case, Cost, drawn
 from chunkwise.protocol.contracts import at_most
@@ -17,7 +17,7 @@ from chunkwise.protocol.declaration import Offsets, Output, Prologue
 from chunkwise.protocol.op import op
 from chunkwise.reference import recurrence
 
-LEAN_FIELDS = (
+SOLVED_FIELDS = (
     ResidualField("g_cumsum", "B T HV", "fp32", "natural-log gates summed from the chunk's first row to this one"),
     ResidualField(
         "inverse",
@@ -26,14 +26,15 @@ LEAN_FIELDS = (
         "(I + A)^-1, A[t, s] = beta_t exp(G_t - G_s) k_t.k_s for s < t within the chunk",
     ),
 )
+LEAN_FIELDS = (*SOLVED_FIELDS, entry_states("HV K V"))
 FULL_FIELDS = (
-    *LEAN_FIELDS,
+    *SOLVED_FIELDS,
     ResidualField("w", "B T HV K", "v", "inverse @ (beta exp(G) k)"),
     ResidualField("v_new", "B T HV V", "v", "inverse @ (beta v) - w S, S the state at the chunk's start"),
     ResidualField("states", "slots HV K V", "v", "the state at each chunk's start"),
 )
 
-WY64 = ResidualFormat("gdn-wy64@1", "lean", 64, LEAN_FIELDS, sizes=lambda sizes, ragged: {})
+WY64 = ResidualFormat("gdn-wy64@2", "lean", 64, LEAN_FIELDS, sizes=entry_slots)
 STATES64 = ResidualFormat("gdn-states64@1", "full", 64, FULL_FIELDS, sizes=chunk_slots)
 
 

@@ -25,7 +25,7 @@ def outputs(declaration: Declaration) -> list[str]:
 
 
 def residual_formats(declaration: Declaration) -> list[str]:
-    """Each residual format with its policy: ``gdn-wy64@1 (lean)``."""
+    """Each residual format with its policy: ``gdn-wy64@2 (lean)``."""
     return [f"{residual.name} ({residual.policy})" for residual in declaration.promises.formats]
 
 

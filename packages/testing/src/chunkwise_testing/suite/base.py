@@ -145,7 +145,8 @@ class Suite:
 
 
 def concerning(what: str) -> Callable[[Test], Test]:
-    """Mark a test that concerns the ops with ``states``, ``gates``, ``promised bounds`` or ``sinks`` alone."""
+    """Mark a test that concerns the ops with ``states``, ``gates``, ``promised bounds``, ``sinks`` or ``entry states``
+    (in their default format) alone."""
 
     def mark(test: Test) -> Test:
         test.concerns = what  # type: ignore[attr-defined]
@@ -168,6 +169,7 @@ def _is(kind: str, op: str) -> bool:
         "gates": bool(sampling.gates_of(declaration)),
         "promised bounds": any(c.lower_option is not None for c in declaration.promises.contracts),
         "sinks": "sinks" in declaration.tensor_names,
+        "entry states": "entry_states" in declaration.promises.formats[0].field_names,
     }
     return kinds[kind]
 

@@ -1,5 +1,6 @@
 """The plugin: one line makes the suite, GPU tests are deselected and counted, the report has every cell."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from chunkwise.ops import OPS
+from chunkwise_testing import plugin, turns
 from chunkwise_testing.routes import pairs_of
 from chunkwise_testing.study import Sample, Study
 from chunkwise_testing.suite.base import Subject, small_case
@@ -133,3 +135,42 @@ def test_parity_command_prints_the_matrix(capsys, monkeypatch, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no implementation" in done.stdout
+
+
+def test_tests_on_a_gpu_take_turns(pytester, monkeypatch):
+    """A turn holds fixtures and the test; one that is marked ``alone`` gets it for itself."""
+    monkeypatch.setattr(plugin, "_has_gpu", lambda: True)
+    seen = []
+
+    @contextlib.contextmanager
+    def turn(alone):
+        seen.append("alone" if alone else "beside")
+        yield
+        seen.append("over")
+
+    monkeypatch.setattr(turns, "turn", turn)
+    monkeypatch.setattr(turns, "seen", seen, raising=False)
+    pytester.makepyfile("""
+        import pytest
+        from chunkwise_testing.turns import seen
+
+        @pytest.fixture
+        def room():
+            yield seen.append("room")
+            seen.append("given back")
+
+        @pytest.mark.gpu
+        def test_small(room):
+            seen.append("small")
+
+        @pytest.mark.gpu
+        @pytest.mark.alone
+        def test_large():
+            seen.append("large")
+
+        def test_elsewhere():
+            seen.append("elsewhere")
+    """)
+    run(pytester).assert_outcomes(passed=3)
+    small = ["beside", "room", "small", "given back", "over"]
+    assert seen == [*small, "alone", "large", "over", "elsewhere"]

@@ -6,6 +6,7 @@ matrix as FILE.json and FILE.md), ``--compile-first`` (build the kernels of all 
 Under ``TRITON_INTERPRET=1`` a file that asks for the suite has Triton's interpreter mended for bf16, in its process.
 
 Tests that need a GPU carry the marker ``gpu``; without one they are deselected and counted at the end, never skipped.
+Those that need most of its memory also carry ``alone``: while one runs, tests of other processes wait.
 Nothing here imports torch before a test file asks for the suite.
 """
 
@@ -48,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and prepare the report."""
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; deselected on a machine without one")
+    config.addinivalue_line("markers", "alone: needs most of a GPU's memory; tests of other processes wait meanwhile")
     config.addinivalue_line("markers", "interpreter: needs TRITON_INTERPRET=1; deselected without it")
     config.stash[_CELLS] = []
     config.stash[_LEFT_OUT] = Counter()
@@ -102,6 +104,17 @@ def _lacking(item: pytest.Item) -> str | None:
     if interpreting and _device_of(item) == "cpu":
         return NEEDS["cpu"]
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test on a GPU waits for its turn there, fixtures included."""
+    from chunkwise_testing.turns import turn
+
+    if item.get_closest_marker("gpu") and _has_gpu():
+        with turn(item.get_closest_marker("alone") is not None):
+            return (yield)
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -162,6 +162,8 @@ class _Call:
             self.entries, self.carried = self._segment_ends(split)
         self.places = self.sequences if self.entries is None else len(self.entries)
         self.plan = self._plan()
+        if self.carried is None and len(self.plan.bands) > 1:
+            self.carried = v.new_empty(self.places, *self.widths, dtype=torch.float32)
         slots = self.places * self.plan.width
         self.kept = self._room(slots if offsets is None else slots_of(batch, rows, self.sequences, CHUNK, True))
         self.found = {"v": _rows(v, offsets)}
@@ -214,8 +216,6 @@ class _Call:
         """What the gradients of a band need, and dv; dS goes on by place to the band before it."""
         plan, (initial, d_final, d_initial) = self.plan, self.ends
         band, last = plan.bands[turn], turn == len(plan.bands) - 1
-        if self.carried is None and not last:
-            self.carried = self.inputs.v.new_empty(self.places, *self.widths, dtype=torch.float32)
         if self.carried is not None:
             initial = self.entries if self.segment else initial
             d_final = self.carried if self.segment or turn else d_final

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from chunkwise.ops import OPS
@@ -180,17 +176,9 @@ class Memory(Suite):
         finally:
             torch.set_float32_matmul_precision(before)
 
+    @pytest.mark.alone
     def test_offsets_beyond_31_bits(self, on_gpu: Subject) -> None:
         """B = 16, T = 17,477, H = 64, K = 128: more than 2^31 elements; compared with its halves run apart."""
-        # Each takes a good part of a GPU's memory: processes that test side by side take turns.
-        with FileLock(Path(tempfile.gettempdir()) / "chunkwise-large-tests.lock"):
-            try:
-                self._compare_halves(on_gpu)
-            finally:
-                torch.cuda.empty_cache()
-
-    @staticmethod
-    def _compare_halves(on_gpu: Subject) -> None:
         sizes = {**heads(64, 64), **widths(128, 128)}
         one = sampling.draw(OPS[on_gpu.op], stateless(small_case(on_gpu.op, "wide", 1, **sizes)), PLANS["bf16"])
 

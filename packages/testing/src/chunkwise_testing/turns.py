@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_KEPT_BYTES = 1 << 30
+_KEPT_BYTES = 1 << 27
 
 
 @contextlib.contextmanager

@@ -25,6 +25,12 @@ from typing import NamedTuple
 
 from chunkwise.autograd.residuals import ENTRY_CHUNKS
 
+# A band that is a larger part of its place saves too little to start kernels twice.
+_WORTH = 0.75
+
+# The longest band over an equal part, where places are few times as long as what lies between two states.
+_UNEQUAL = 1.25
+
 
 class Band(NamedTuple):
     """Chunks of each place, from ``first`` on, to slots from ``at`` on; ``size`` of a sequence altogether."""
@@ -57,17 +63,30 @@ def _band(whole: int, chunks: int, first: int, count: int, at: int) -> Band:
 
 @lru_cache(maxsize=1024)
 def plan(whole: int, chunks: int, bands: int, rooms: int) -> Plan:
-    """As many as ``bands`` bands, alike but for the last, of sequences of ``whole`` chunks in places of ``chunks``.
+    """About ``bands`` bands, as equal as can be, over sequences of ``whole`` chunks in places of ``chunks`` chunks.
 
-    A band begins where the forward left a state. So there is but one where a place is that short, or where places but
-    the first of a sequence begin elsewhere.
+    A band begins where the forward left a state. So there is but one where a place is short, or where places but the
+    first of a sequence begin elsewhere. There is one more than was asked for where the longest would be too long.
     """
-    width = -(-chunks // (bands * ENTRY_CHUNKS)) * ENTRY_CHUNKS
-    if width >= chunks or (whole > chunks and chunks % ENTRY_CHUNKS):
+    if bands == 1 or (whole > chunks and chunks % ENTRY_CHUNKS):
         return at_once(whole, chunks)
-    firsts = range(0, chunks, width)[::-1]
-    found = (
-        _band(whole, chunks, first, min(width, chunks - first), turn % rooms * width)
-        for turn, first in enumerate(firsts)
-    )
-    return Plan(chunks, min(rooms, len(firsts)) * width, rooms, tuple(found))
+    firsts = _cut(chunks, bands)
+    if _longest(firsts, chunks) * bands > chunks * _UNEQUAL:
+        firsts = _cut(chunks, bands + 1)
+    width = _longest(firsts, chunks)
+    if width > chunks * _WORTH:
+        return at_once(whole, chunks)
+    ends = (*firsts[1:], chunks)
+    turns = enumerate(zip(firsts[::-1], ends[::-1], strict=True))
+    found = tuple(_band(whole, chunks, first, end - first, turn % rooms * width) for turn, (first, end) in turns)
+    return Plan(chunks, min(rooms, len(found)) * width, rooms, found)
+
+
+def _cut(chunks: int, bands: int) -> tuple[int, ...]:
+    """Where each band begins: what is nearest to equal parts."""
+    parts = (round(part * chunks / (bands * ENTRY_CHUNKS)) * ENTRY_CHUNKS for part in range(bands))
+    return tuple(sorted({first for first in parts if first < chunks}))
+
+
+def _longest(firsts: tuple[int, ...], chunks: int) -> int:
+    return max(end - first for first, end in zip(firsts, (*firsts[1:], chunks), strict=True))

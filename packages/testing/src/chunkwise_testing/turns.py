@@ -17,7 +17,8 @@ _KEPT_BYTES = 1 << 27
 def turn(alone: bool, folder: Path | None = None) -> Iterator[None]:
     """Wait until the GPU may be used: beside others, or by nobody else.
 
-    Processes that see other GPUs have turns of their own. Where there are no locks of files (Windows) nobody waits.
+    Processes that see other GPUs, or are another user's, have turns of their own. Where there are no locks of files
+    (Windows) nobody waits.
 
     Args:
         alone: whether nobody else may use it meanwhile.
@@ -43,6 +44,7 @@ else:
 
     @contextlib.contextmanager
     def _taken(folder: Path, name: str, alone: bool) -> Iterator[None]:
+        name = f"{name}-{os.getuid()}"  # nobody may write another user's files
         with (folder / f"{name}.door").open("a") as door, (folder / f"{name}.lock").open("a") as lock:
             # Who waits to be alone stands in the door: nobody comes in before, or it would wait for ever.
             fcntl.flock(door, fcntl.LOCK_EX)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkwise.autograd.residuals import ENTRY_CHUNKS
+from chunkwise.autograd.residuals import entry_slots
 from chunkwise.verifier.facts import Facts
 from chunkwise_tilelang.gated_delta_rule.schedules import SUMMARY_REGISTERS, Schedule
 from chunkwise_tilelang.toolkit import compile as compiling
@@ -98,7 +98,7 @@ def forward(
     if save is not None:
         saved["g_cumsum"] = torch.empty_like(g, dtype=torch.float32)
         saved["inverse"] = v.new_empty(batch, rows, value_heads, chunk)
-        cuts = max(rows - 1, 0) // (ENTRY_CHUNKS * chunk)
+        cuts = entry_slots({"T": rows, "C": chunk}, ragged)["entries"]
         # In a ragged call some slots are no cut's; residuals have the same bits every time.
         room = v.new_zeros if ragged else v.new_empty
         saved["entry_states"] = room(batch, cuts, *state_shape[1:], dtype=torch.float32)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,17 @@ def drawn(subject: Subject, tokens: int, offsets: tuple[int, ...] | None = None,
     case = case if states else stateless(case)
     case = variant(case, offsets=offsets) if offsets else case
     return sampling.draw(OPS[subject.op], case, device=subject.torch_device)
+
+
+def assert_compilations(subject: Subject, calls: Sequence[Call], count: int) -> None:
+    """With ``dynamic=True`` the calls compile so often in all, and give the bits that they give in eager mode."""
+    needs = sampling.default_needs(calls[0])
+    with subject.pair.forced():
+        compiled = graph.Compiled(calls[0], dynamic=True)
+        for call in calls:
+            gradients = dict(sampling.draw_gradients(call))
+            assert_same_bits(evaluate(call, needs, gradients), compiled.run(call, needs, gradients))
+    assert compiled.compilations == count
 
 
 class Graphs(Suite):
@@ -66,14 +79,7 @@ class Graphs(Suite):
 
     def test_lengths_share_one_graph(self, default: Subject) -> None:
         """Dense calls of several lengths: one compilation, the same bits as eager."""
-        calls = [drawn(default, tokens) for tokens in LENGTHS]
-        needs = sampling.default_needs(calls[0])
-        with default.pair.forced():
-            compiled = graph.Compiled(calls[0], dynamic=True)
-            for call in calls:
-                gradients = dict(sampling.draw_gradients(call))
-                assert_same_bits(evaluate(call, needs, gradients), compiled.run(call, needs, gradients))
-        assert compiled.compilations == 1
+        assert_compilations(default, [drawn(default, tokens) for tokens in LENGTHS], 1)
 
     def test_lengths_by_default(self, default: Subject) -> None:
         """Without ``dynamic=True`` the second length makes the graph dynamic, and no later one compiles."""
@@ -92,14 +98,7 @@ class Graphs(Suite):
         """T and N vary between ragged calls: one compilation, the same bits as eager."""
         # The first call has no size equal to a number of heads: the tracer takes equal sizes for one.
         layouts = ((0, 20, 20, 60, 70), (0, 0, 65), (0, 1, 2, 3, 9, 128), (0, 40, 41, 90))
-        calls = [drawn(default, offsets[-1] + 2, offsets) for offsets in layouts]
-        needs = sampling.default_needs(calls[0])
-        with default.pair.forced():
-            compiled = graph.Compiled(calls[0], dynamic=True)
-            for call in calls:
-                gradients = dict(sampling.draw_gradients(call))
-                assert_same_bits(evaluate(call, needs, gradients), compiled.run(call, needs, gradients))
-        assert compiled.compilations == 1
+        assert_compilations(default, [drawn(default, offsets[-1] + 2, offsets) for offsets in layouts], 1)
 
     def test_offset_dtypes_in_a_graph(self, default: Subject) -> None:
         """int64 offsets compile as int32 ones do."""

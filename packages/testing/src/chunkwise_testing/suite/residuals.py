@@ -14,14 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from chunkwise.autograd.residuals import ENTRY_CHUNKS, ResidualFormat
 from chunkwise.ops import OPS
 from chunkwise_testing import graph, sampling
-from chunkwise_testing.oracle import Result, evaluate
+from chunkwise_testing.oracle import Result
 from chunkwise_testing.poison import poisoned_memory
 from chunkwise_testing.sampling import Call, ragged_argument, variant
 from chunkwise_testing.study import study_of
 from chunkwise_testing.suite.base import (
     Subject,
     Suite,
-    assert_same_bits,
     concerning,
     cut_rows,
     heads,
@@ -30,6 +29,7 @@ from chunkwise_testing.suite.base import (
     state_out,
     widths,
 )
+from chunkwise_testing.suite.graphs import assert_compilations
 
 SPAN = 64 * ENTRY_CHUNKS
 """Rows between two states that a format of chunks of 64 keeps."""
@@ -117,14 +117,7 @@ class Residuals(Suite):
         case = small_case(default.op, "graph", **heads(1, 1), **widths(16, 24))
         lengths = (SPAN + 1, 70, SPAN)
         cases = [variant(case, sizes={"T": tokens}) for tokens in lengths]
-        calls = [sampling.draw(OPS[default.op], c, device=default.torch_device) for c in cases]
-        needs = sampling.default_needs(calls[0])
-        with default.pair.forced():
-            compiled = graph.Compiled(calls[0], dynamic=True)
-            for call in calls:
-                gradients = dict(sampling.draw_gradients(call))
-                assert_same_bits(evaluate(call, needs, gradients), compiled.run(call, needs, gradients))
-        assert compiled.compilations == 2
+        assert_compilations(default, [sampling.draw(OPS[default.op], c, device=default.torch_device) for c in cases], 2)
 
     def _hold_against_fakes(self, subject: Subject, call: Call, saved: dict[str, Tensor]) -> None:
         with FakeTensorMode() as mode:

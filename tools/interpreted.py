@@ -1,7 +1,8 @@
 """Runs the parity suite of the Triton backend on Triton's interpreter, which must be chosen before triton is imported.
 
 By default a covering selection of a few minutes: every declared case in fp32 and fp16, ragged offsets, padding,
-splitting, gradient subsets, equal bits; gates of every depth and parallel keys in bf16, where what cancels shows first.
+splitting, gradient subsets, equal bits; gates of every depth and parallel keys in bf16, where what cancels shows first;
+promised gates in fp32, where decays reach the ends of what tf32 holds.
 Arguments go to pytest instead (``-k ...``).
 """
 
@@ -27,6 +28,7 @@ BF16 = (
 COVERING = (
     "(TestAccuracy and triton.split and not torch.chunkwise and not chunk_gla and (fp32 or fp16)"
     f" or TestAccuracy and {FP32_ALONE} and fp32 and {ALONE}"
+    " or test_gates and strong and fp32 and triton.centred-dplr-wy64 and not robust+triton and not torch.chunkwise"
     f" or {LEAN} and ((test_offsets or test_padding_holds_nan) and fp32 or test_public_backward or test_entry_states"
     " or test_absent_gradient or test_final_state_is_fresh or test_token_by_token or test_opcheck)"
     f" or {ATTENTION} or {BF16})"

@@ -5,16 +5,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from chunkwise.protocol.axes import DTYPES
 from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
-from chunkwise_triton.sink_attention import kernels, schedules
+from chunkwise_triton.common.call import meta_inputs
+from chunkwise_triton.sink_attention import kernels, launch, schedules
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DOT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
@@ -97,6 +100,14 @@ def test_every_width_has_a_schedule_everywhere(device, dtype, width):
     found = schedules.schedule(facts(device, dtype, width))
     assert isinstance(found, schedules.Schedule)
     assert found.width >= max(width, 128 // schedules.BYTES[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+def test_kernels_are_built_for_sinks_of_any_dtype(dtype):
+    call = facts("H200", "bf16", 64).with_dtype("sinks", dtype)
+    inputs = meta_inputs(schedules.schedule(call), call, launch._AXES, ("causal",), launch._OFFSETS)
+    assert inputs.sinks.dtype == DTYPES[dtype]
+    assert inputs.q.dtype == torch.bfloat16
 
 
 def test_a_device_that_is_too_small_is_told_so():

@@ -77,7 +77,21 @@ def test_what_a_call_settles(options: dict[str, Any], chunk_size: int, bound: fl
     ],
 )
 def test_where_centred_exponents_fit(chunk_size: int, bound: float | None, fits: bool) -> None:
-    assert centred_gates_fit().holds(facts(chunk_size=chunk_size, lower_bound=bound)) == fits
+    found = facts(chunk_size=chunk_size, lower_bound=bound).with_dtype("q", "bf16")
+    assert centred_gates_fit().holds(found) == fits
+
+
+@pytest.mark.parametrize(("chunk_size", "bound", "fits"), [(32, -5.0, False), (32, -4.3, True), (16, -5.0, True)])
+def test_fp32_keeps_its_digits_in_fewer_exponents(chunk_size: int, bound: float, fits: bool) -> None:
+    rule, found = centred_gates_fit(), facts(chunk_size=chunk_size, lower_bound=bound)
+    assert found.dtype("q") == "fp32"
+    assert rule.holds(found) == fits
+    assert rule.holds(found.with_dtype("q", "bf16"))
+    if not fits:
+        assert rule.message(found) == (
+            "lower_bound -5 in chunks of 32 reaches 2^123, beyond 2^108, where fp32 keeps its digits"
+        )
+    assert rule.holds(rule.satisfy(found))
 
 
 def test_the_exponents_that_overflowed() -> None:
@@ -99,8 +113,9 @@ def test_the_promise_rule_has_its_counterexample() -> None:
     ("options", "reason"),
     [
         ({}, "no lower_bound is promised"),
-        ({"safe_gate": True, "chunk_size": 64}, "lower_bound -5 in chunks of 64 reaches 2^238, beyond 2^124"),
-        ({"safe_gate": True}, None),
+        ({"safe_gate": True, "chunk_size": 64}, "lower_bound -5 in chunks of 64 reaches 2^238, beyond 2^108"),
+        ({"safe_gate": True}, "lower_bound -5 in chunks of 32 reaches 2^123, beyond 2^108, where fp32 keeps"),
+        ({"lower_bound": -4}, None),
     ],
 )
 def test_explain_says_which_runs(options: dict[str, Any], reason: str | None) -> None:

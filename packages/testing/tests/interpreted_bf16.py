@@ -1,4 +1,4 @@
-"""What test_testing_interpreter.py measures under TRITON_INTERPRET=1: the interpreter as it comes, then mended."""
+"""What test_testing_interpreter.py measures under TRITON_INTERPRET=1: the interpreter as it comes, mended, in parts."""
 
 import json
 import sys
@@ -22,11 +22,11 @@ TARGETS = {
 
 
 @triton.jit
-def multiply(x, y, z, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+def multiply(x, y, z, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HOW: tl.constexpr):
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     left, right = tl.load(x + m[:, None] * K + k[None, :]), tl.load(y + n[None, :] * K + k[:, None])
     at = m[:, None] * N + n[None, :]
-    tl.store(out + at, tl.dot(left, right, tl.load(z + at), input_precision="ieee"))
+    tl.store(out + at, tl.dot(left, right, tl.load(z + at), input_precision=HOW))
 
 
 @triton.jit
@@ -35,16 +35,34 @@ def convert(x, out, SIZE: tl.constexpr, TO: tl.constexpr):
     tl.store(out + i, tl.load(x + i).to(TO))
 
 
-def product_error(dtype, accumulated):
+def product_error(dtype, accumulated, how="ieee", shift=0):
     """Of fp64's product of the same values, the largest error as a share of what fp32 sums may lose."""
     m, n, k = SIZES
     x, y = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
     z = 10 * torch.randn(m, n) if accumulated else torch.zeros(m, n)
+    x, y = x * 2.0**-shift, y * 2.0**shift
     out = torch.empty(m, n)
-    multiply[(1,)](x, y, z, out, M=m, N=n, K=k)
+    multiply[(1,)](x, y, z, out, M=m, N=n, K=k, HOW=how)
     x, y, z = x.double(), y.double().T, z.double()
     allowed = (k + 1) * 2**-24 * (x.abs() @ y.abs() + z.abs())
     return float(((out - (x @ y + z)).abs() / allowed).max())
+
+
+def in_parts():
+    """The errors of products whose factors are 2^shift apart from 1, on either side."""
+    return {str(shift): product_error(torch.float32, False, "tf32x3", shift) for shift in (0, 100, 107, 124)}
+
+
+def with_infinite():
+    """Whether a row with an infinite factor has infinite products, and whether the other rows are what they were."""
+    m, n, k = SIZES
+    x, y, z = torch.rand(m, k), torch.rand(n, k), torch.zeros(m, n)
+    out, wild = torch.empty(m, n), torch.empty(m, n)
+    multiply[(1,)](x, y, z, out, M=m, N=n, K=k, HOW="tf32x3")
+    x[3, 5] = float("inf")
+    multiply[(1,)](x, y, z, wild, M=m, N=n, K=k, HOW="tf32x3")
+    rows = torch.arange(m) != 3
+    return {"product": bool((wild[3] == float("inf")).all()), "others": torch.equal(wild[rows], out[rows])}
 
 
 def differing(x, target):
@@ -106,6 +124,14 @@ def main():
     found["mended"] = measured()
     once = operations()
     found["again"] = {"result": interpreter.mend(), "untouched": once == operations()}
+    interpreter.split_products()
+    torch.manual_seed(1)
+    found["tf32x3"] = in_parts()
+    interpreter.split_products()
+    torch.manual_seed(1)
+    found["tf32x3 again"] = in_parts()
+    found["fp32"] = {"124": product_error(torch.float32, False, "ieee", 124)}
+    found["infinite"] = with_infinite()
     json.dump(found, sys.stdout)
 
 

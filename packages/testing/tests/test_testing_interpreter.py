@@ -1,4 +1,5 @@
-"""Triton's interpreter for bf16: wrong as it comes, right when mended, and mended by the plugin where it interprets."""
+"""Triton's interpreter: bf16 is wrong as it comes, right when mended, and mended by the plugin where it interprets;
+products in tf32x3 are taken in parts."""
 
 import json
 import os
@@ -55,6 +56,23 @@ def test_wrong_is_seen_and_mended(found):
     assert all(shipped["to bf16"][source] for source in TO_BF16)
     assert found["result"]
     assert found["mended"]["right"]
+
+
+@pytest.mark.parametrize("shift", ["0", "100", "107"])
+def test_products_in_parts_keep_the_digits_of_fp32(found, shift):
+    """Also of factors far apart, one of each product being 2^-shift."""
+    assert found["tf32x3"][shift] <= 4.0
+    assert found["tf32x3"][shift] == found["tf32x3 again"][shift]
+
+
+def test_products_in_parts_lose_what_tf32_cannot_hold(found):
+    """2^-11 of a factor near 2^-124 is a lower part below tf32's last digit; in fp32 nothing is lost."""
+    assert found["tf32x3"]["124"] > 8.0
+    assert found["fp32"]["124"] <= 1.0
+
+
+def test_what_is_infinite_stays_so_in_parts(found):
+    assert found["infinite"] == {"product": True, "others": True}
 
 
 def test_an_interpreter_that_is_right_is_left_alone(found):

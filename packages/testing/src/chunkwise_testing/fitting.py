@@ -76,11 +76,12 @@ def fit(op: str, case: Case, sizes: Mapping[str, int], dtypes: Mapping[str, str]
     return dataclasses.replace(case, sizes={**case.sizes, **moved}), dict(facts.dtypes)
 
 
-def promise(declaration: Declaration, case: Case) -> Case:
+def promise(declaration: Declaration, case: Case, dtypes: Mapping[str, str]) -> Case:
     """The case with the promises that the rules ask for, where its options make others."""
     target = _active.get()
     options = {spec.name: case.options.get(spec.name, spec.default) for spec in declaration.options}
-    given = Facts(declaration.name, target.device, flags=derive.settled(declaration, options, target.format))
+    flags = derive.settled(declaration, options, target.format)
+    given = Facts(declaration.name, target.device, dtypes=dtypes, flags=flags)
     facts = given
     for rule in target.promises:
         facts = facts if rule.holds(facts) else rule.satisfy(facts)

@@ -47,7 +47,7 @@ def opcheck(call: Call, needs: Collection[str], residual_format: str | None) -> 
 
 
 class Compiled:
-    """A call's op compiled as one graph; counts how often it was."""
+    """A call's op compiled as one graph; counts the calls that compiled it."""
 
     def __init__(self, call: Call, *, dynamic: bool | None = None) -> None:
         from torch._dynamo.testing import CompileCounterWithBackend
@@ -61,17 +61,17 @@ class Compiled:
             return op(**dict(zip(names, tensors)), **options)  # noqa: B905  # the tracer has no strict=
 
         self._function = torch.compile(function, fullgraph=True, backend=self.counter, dynamic=dynamic)
-
-    @property
-    def compilations(self) -> int:
-        """How many graphs were compiled so far."""
-        return int(self.counter.frame_count)
+        self.compilations = 0
 
     def run(
         self, call: Call, needs: Collection[str] = (), gradients: Mapping[str, Tensor | None] | None = None
     ) -> Result:
         """Run a call of the same arguments through the compiled graph, forward and backward."""
-        return evaluate(call, needs, gradients, lambda **given: self._function(*(given[n] for n in self.names)))
+        before = self.counter.frame_count
+        found = evaluate(call, needs, gradients, lambda **given: self._function(*(given[n] for n in self.names)))
+        # The tracer may start anew within one call, as it does where a float becomes a constant.
+        self.compilations += self.counter.frame_count > before
+        return found
 
 
 def checkpointed(call: Call, *, reentrant: bool) -> Callable[..., Any]:

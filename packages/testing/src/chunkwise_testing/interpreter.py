@@ -1,8 +1,11 @@
-"""Triton's interpreter mended for bf16, so that what is tested in bf16 on a GPU is tested on the CPU too.
+"""Triton's interpreter brought nearer to a GPU, so that what is tested there is tested on the CPU too.
 
 Triton's interpreter holds bf16 as the integers of the same bits. It multiplies those in ``tl.dot``, takes an integer's
 or a boolean's value for bits when it is cast, and cuts fp32 off where a GPU rounds it to the nearest. :func:`mend`
 replaces these two operations; arithmetic on bf16 tensors without ``tl.dot`` stays as it is.
+
+It multiplies fp32 as fp32 where a GPU, asked for tf32x3, multiplies two parts of each operand, of eleven digits and
+exponents down to -126. :func:`split_products` does so too.
 
 Imports triton, whose kernels are interpreted where ``TRITON_INTERPRET=1`` was set before.
 """
@@ -42,6 +45,13 @@ def mend() -> bool:
     return True
 
 
+def split_products() -> None:
+    """Let the interpreter of this process take products in tf32x3 as tensor cores do: in two parts of each operand."""
+    dot = InterpreterBuilder.create_dot
+    if not hasattr(dot, "whole"):
+        InterpreterBuilder.create_dot = _split_dot(dot)
+
+
 def bf16_is_right() -> bool:
     """Whether the interpreter computes a small product of bf16, and casts to it, as a GPU does: bit by bit."""
     x = (torch.arange(_SIZE * _SIZE).view(_SIZE, _SIZE) % 7 - 3).to(torch.bfloat16)
@@ -73,6 +83,31 @@ def _mended_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
         return dot(builder, _widened(a), _widened(b), *others)
 
     return create_dot
+
+
+def _split_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, *others: Any) -> Any:
+        if a.dtype.scalar != tl.float32 or "TF32x3" not in str(precision):
+            return dot(builder, a, b, d, precision, *others)
+        with np.errstate(invalid="ignore", over="ignore"):  # of what is infinite, the lower part is no number
+            (a_high, a_low), (b_high, b_low) = _parts(a.data), _parts(b.data)
+            low = np.matmul(a_low, b_high) + np.matmul(a_high, b_low)
+            low = np.where(np.isnan(low), np.float32(0), low)
+            return TensorHandle(low + np.matmul(a_high, b_high) + d.data, d.dtype.scalar)
+
+    create_dot.whole = dot  # type: ignore[attr-defined]
+    return create_dot
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    high = _tf32(x)
+    return high, _tf32(x - high)
+
+
+def _tf32(x: Any) -> Any:
+    """The nearest number of tf32, away from zero of two as near; below 2^-126 its spacing stays 2^-136."""
+    nearest = ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isfinite(x), nearest, x)
 
 
 def _mended_cast(cast: Callable[..., Any]) -> Callable[..., Any]:

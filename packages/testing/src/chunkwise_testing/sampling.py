@@ -206,10 +206,10 @@ def draw(
 def _fitted(op: Op[..., Any], case: Case, plan: Plan) -> tuple[Case, Plan]:
     """The case and the plan as what is under test accepts them."""
     declaration = op.declaration
-    case = fitting.promise(declaration, case)
     activations = {declaration.tensors[0].name, "q", "k", "v"} & set(declaration.tensor_names)
     dtypes = dict.fromkeys(sorted(activations), plan.activations)
     case, fitted = fitting.fit(declaration.name, case, all_sizes(declaration, case), dtypes)
+    case = fitting.promise(declaration, case, fitted)
     found = fitted[declaration.tensors[0].name]
     if found == plan.activations:
         return case, plan

@@ -103,7 +103,7 @@ def half_ulp(x: Tensor) -> Tensor:
     """Half the spacing of ``x``'s dtype at each value, in fp64; an fp64 tensor counts as fp32, which states become."""
     info = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype)
     _, exponent = torch.frexp(x.double())
-    spacing = torch.ldexp(torch.full(x.shape, info.eps, dtype=torch.float64), exponent - 1)
+    spacing = torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent - 1)
     return 0.5 * spacing.clamp(min=info.smallest_normal * info.eps)
 
 

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from chunkwise.protocol import axes as protocol
 from chunkwise.verifier.device import interpreting
 from chunkwise.verifier.facts import Facts
 from chunkwise_triton.common.channel_gates import channel_gate_kernel
@@ -19,7 +20,6 @@ from chunkwise_triton.common.launch import Key, aligned, launch, launch_again, w
 from chunkwise_triton.common.schedules import Schedule, Tile
 
 DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Call:
@@ -186,7 +186,7 @@ def meta_inputs(
         if not facts.given(name):
             return None
         shape = [lengths.get(axis) or facts.size(axis) for axis in axes[name].split()]
-        dtype = torch.float32 if name == "initial_state" else TORCH_DTYPES[facts.dtypes[name]]
+        dtype = torch.float32 if name == "initial_state" else protocol.DTYPES[facts.dtypes[name]]
         return torch.empty(shape, dtype=dtype, device="meta")
 
     names = (*axes, *offsets)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chunkwise.protocol import axes as protocol
 from chunkwise.verifier.facts import Facts
-from chunkwise_triton.common.call import TORCH_DTYPES, Call, build_once, meta_inputs, or_any
+from chunkwise_triton.common.call import Call, build_once, meta_inputs, or_any
 from chunkwise_triton.common.launch import aligned
 from chunkwise_triton.common.state_scan import scan_backward_kernel, scan_kernel
 from chunkwise_triton.dplr_delta_rule import kernels
@@ -31,7 +32,7 @@ class _Call(Call):
         as_gated = SimpleNamespace(g=inputs.gk, **others)
         super().__init__(schedule, as_gated, inputs.q, inputs.k, inputs.a, inputs.b)
         self.a, self.b = inputs.a, inputs.b
-        self.wide = TORCH_DTYPES[schedule.dot]
+        self.wide = protocol.DTYPES[schedule.dot]
         self.decays = {"CENTRED": schedule.centred}
 
     def pairs(self) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -53,10 +54,12 @@ def call(declaration: Declaration, tensors: tuple[Any, ...], options: tuple[Any,
     return _asked_for(declaration, results, options)
 
 
-def _constant(option: Any) -> Any:
-    """An option as a constant of the trace, where an int became a symbol; see :func:`_fixed`."""
-    counts = isinstance(option, int) and not isinstance(option, bool) and option > 0
-    return len(range(option)) if counts else option
+def _constant(number: Any) -> Any:
+    """What is no tensor, as a constant of the trace where ``dynamic=True`` made a number of it a symbol.
+
+    The tracer keeps ``int()`` and ``float()`` of a symbol symbolic; keys to group by it makes constants, with a guard.
+    """
+    return next(key for key, _ in groupby([number]))
 
 
 def _asked_for(
@@ -76,8 +79,7 @@ def _fixed(declaration: Declaration, tensors: Sequence[Any]) -> _Fixed:
         for spec, tensor in zip(declaration.tensors, tensors):  # noqa: B905
             names = [a.name for a in spec.axes]
             if tensor is not None and axis in names and not spec.optional:
-                # The length of a range is a constant even where dynamic=True made the size a symbol; int() is not.
-                sizes.append(len(range(tensor.shape[names.index(axis)])))
+                sizes.append(_constant(tensor.shape[names.index(axis)]))
                 break
     device = tensors[0].device
     dtypes = tuple([None if t is None else t.dtype for t in tensors])

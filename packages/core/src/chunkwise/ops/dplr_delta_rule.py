@@ -137,9 +137,9 @@ def chunk_dplr_delta_rule(
     1 or 2); for others it is the caller's matter. ``chunk_rwkv7`` is this op under RWKV-7's names.
 
     A promise on the gates, ``safe_gate`` or ``lower_bound``, lets a backend centre exponents in the chunk and run on
-    tensor cores, where ``(chunk_size / 2 + 1) |bound| log2(e) <= 124``. Without one, or where it does not fit, what
-    runs is right for any gate ``<= 0``; ``chunkwise.explain`` says which, and why. A gate beyond a promised bound gives
-    wrong results, which ``CHUNKWISE_CHECK=values`` finds.
+    tensor cores, where ``(chunk_size / 2 + 1) |bound| log2(e) <= 124`` (108 for fp32 activations). Without one, or
+    where it does not fit, what runs is right for any gate ``<= 0``; ``chunkwise.explain`` says which, and why. A gate
+    beyond a promised bound gives wrong results, which ``CHUNKWISE_CHECK=values`` finds.
 
     Args:
         q, k: queries and keys ``[B, T, H, K]``; bf16, fp16 or fp32.

@@ -180,6 +180,9 @@ def needs_promise(name: str, reads: Iterable[str], holds: Predicate, remedy: str
 
 EXPONENT_LIMIT_LOG2 = 124.0
 """Powers of two up to here leave room for the sums of products in what fp32, tf32 and bf16 hold."""
+SPLIT_EXPONENT_LIMIT_LOG2 = 108.0
+"""Up to here fp32 keeps its digits in two parts of tf32 (tf32x3): the lower part is 2^-12 of the number, and tf32 ends
+at 2^-136. What is lost beyond, 2^-11 of a decay, is no more than a 16-bit activation has lost."""
 
 
 def centred_exponent_log2(chunk_size: int, lower_bound: float) -> float:
@@ -187,37 +190,43 @@ def centred_exponent_log2(chunk_size: int, lower_bound: float) -> float:
     return (chunk_size / 2 + 1) * abs(lower_bound) * math.log2(math.e)
 
 
+def _centred_limit_log2(facts: Facts) -> float:
+    return SPLIT_EXPONENT_LIMIT_LOG2 if facts.dtype("q") == "fp32" else EXPONENT_LIMIT_LOG2
+
+
 def centred_gates_fit() -> Rule:
     """The promised ``lower_bound`` of the gates keeps exponents that are centred in the chunk within fp32's range.
 
     A product of decayed rows, ``exp(G_t - G_s)``, may be taken apart into ``exp(G_t - G_m) exp(G_m - G_s)`` with m the
     chunk's middle row where ``(chunk_size / 2 + 1) |lower_bound| log2(e) <= 124``; it then is one product of matrices.
-    That holds for fp32, tf32 and bf16 operands; fp16 ends at 2^16, so fp16 activations are widened first.
+    That holds for fp32, tf32 and bf16 operands; fp16 ends at 2^16, so fp16 activations are widened first. For fp32
+    activations it is 108, since their products are taken in parts.
     """
 
     def holds(facts: Facts) -> bool:
-        bound = facts.flag("lower_bound")
-        return bound is not None and centred_exponent_log2(facts.flag("chunk_size"), bound) <= EXPONENT_LIMIT_LOG2
+        bound, chunk = facts.flag("lower_bound"), facts.flag("chunk_size")
+        return bound is not None and centred_exponent_log2(chunk, bound) <= _centred_limit_log2(facts)
 
     def message(facts: Facts) -> str:
         bound, chunk = facts.flag("lower_bound"), facts.flag("chunk_size")
         if bound is None:
             return "no lower_bound is promised, and gates that may fall to any depth leave what fp32 holds"
-        reached = centred_exponent_log2(chunk, bound)
-        return f"lower_bound {bound:g} in chunks of {chunk} reaches 2^{reached:.0f}, beyond 2^{EXPONENT_LIMIT_LOG2:.0f}"
+        reached, limit = centred_exponent_log2(chunk, bound), _centred_limit_log2(facts)
+        found = f"lower_bound {bound:g} in chunks of {chunk} reaches 2^{reached:.0f}, beyond 2^{limit:.0f}"
+        return f"{found}, where fp32 keeps its digits" if reached <= EXPONENT_LIMIT_LOG2 else found
 
     def satisfy(facts: Facts) -> Facts:
-        deepest = EXPONENT_LIMIT_LOG2 / centred_exponent_log2(facts.flag("chunk_size"), 1.0)
+        deepest = _centred_limit_log2(facts) / centred_exponent_log2(facts.flag("chunk_size"), 1.0)
         return facts if holds(facts) else facts.with_flag("lower_bound", -0.99 * deepest)
 
     return Rule(
         name="centred gates fit fp32",
         kind=Kind.PROMISE,
-        reads=frozenset({"flag:lower_bound", "flag:chunk_size"}),
+        reads=frozenset({"flag:lower_bound", "flag:chunk_size", "dtype:q"}),
         holds=holds,
         message=message,
-        remedy="promise a lower_bound (or safe_gate) with (chunk_size / 2 + 1) |lower_bound| log2(e) <= 124, or take "
-        "smaller chunks; without it a robust implementation runs, which is right for any gate",
+        remedy="promise a lower_bound (or safe_gate) with (chunk_size / 2 + 1) |lower_bound| log2(e) <= 124 (108 for "
+        "fp32 activations), or take smaller chunks; else a robust implementation runs, which is right for any gate",
         violate=lambda f: f.with_flag("lower_bound", None),
         satisfy=satisfy,
     )

@@ -20,8 +20,8 @@ LENGTHS = (129, 128, 64, 65, 17)  # the first is no width: the tracer takes equa
 
 
 def drawn(subject: Subject, tokens: int, offsets: tuple[int, ...] | None = None, *, states: bool = True) -> Call:
-    """A small call on the subject's device."""
-    case = small_case(subject.op, "graph", tokens)
+    """A small call on the subject's device, with numbers among its options."""
+    case = variant(small_case(subject.op, "graph", tokens), options={"scale": 0.37})
     case = case if states else stateless(case)
     case = variant(case, offsets=offsets) if offsets else case
     return sampling.draw(OPS[subject.op], case, device=subject.torch_device)

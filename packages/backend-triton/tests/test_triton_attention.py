@@ -104,7 +104,7 @@ def test_every_width_has_a_schedule_everywhere(device, dtype, width):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 def test_kernels_are_built_for_sinks_of_any_dtype(dtype):
-    call = facts("H200", "bf16", 64).with_dtype("sinks", dtype)
+    call = facts("H200", "bf16", 64).with_dtype("sinks", dtype).with_flag("ragged", True)
     inputs = meta_inputs(schedules.schedule(call), call, launch._AXES, ("causal",), launch._OFFSETS)
     assert inputs.sinks.dtype == DTYPES[dtype]
     assert inputs.q.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""What test_testing_interpreter.py measures under TRITON_INTERPRET=1: the interpreter as it comes, mended, in parts."""
+"""What test_testing_interpreter.py measures under TRITON_INTERPRET=1: the interpreter as it comes, mended, rounding."""
 
 import json
 import sys
@@ -46,6 +46,28 @@ def product_error(dtype, accumulated, how="ieee", shift=0):
     x, y, z = x.double(), y.double().T, z.double()
     allowed = (k + 1) * 2**-24 * (x.abs() @ y.abs() + z.abs())
     return float(((out - (x @ y + z)).abs() / allowed).max())
+
+
+@triton.jit
+def exponentials(x, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, tl.exp(tl.load(x + i)))
+
+
+def exponential_error(largest):
+    """The largest relative error of ``exp(-x)`` for x up to ``largest``."""
+    x, out = -largest * torch.rand(2**10), torch.empty(2**10)
+    exponentials[(1,)](x, out, SIZE=2**10)
+    return float((out.double() / x.double().exp() - 1.0).abs().max())
+
+
+def cut_off(k):
+    """Of products that are exact in tf32 and sums of k that are not: what they lose, and how many are too large."""
+    m = n = 16
+    x, y, out = 1.0 + torch.rand(m, k).bfloat16(), 1.0 + torch.rand(n, k).bfloat16(), torch.empty(m, n)
+    multiply[(1,)](x.float(), y.float(), torch.zeros(m, n), out, M=m, N=n, K=k, HOW="tf32x3")
+    lost = 1.0 - out.double() / (x.double() @ y.double().T)
+    return {"mean": float(lost.mean()), "above": int((lost < 0).sum())}
 
 
 def in_parts():
@@ -124,10 +146,12 @@ def main():
     found["mended"] = measured()
     once = operations()
     found["again"] = {"result": interpreter.mend(), "untouched": once == operations()}
-    interpreter.split_products()
+    interpreter.round_like_a_gpu()
     torch.manual_seed(1)
     found["tf32x3"] = in_parts()
-    interpreter.split_products()
+    found["exp"] = {str(largest): exponential_error(largest) for largest in (0.5, 75)}
+    found["cut off"] = {str(k): cut_off(k) for k in (128, 1024)}
+    interpreter.round_like_a_gpu()
     torch.manual_seed(1)
     found["tf32x3 again"] = in_parts()
     found["fp32"] = {"124": product_error(torch.float32, False, "ieee", 124)}

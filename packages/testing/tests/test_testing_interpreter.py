@@ -1,5 +1,5 @@
 """Triton's interpreter: bf16 is wrong as it comes, right when mended, and mended by the plugin where it interprets;
-products in tf32x3 are taken in parts."""
+fp32 is rounded as on a GPU."""
 
 import json
 import os
@@ -56,6 +56,19 @@ def test_wrong_is_seen_and_mended(found):
     assert all(shipped["to bf16"][source] for source in TO_BF16)
     assert found["result"]
     assert found["mended"]["right"]
+
+
+def test_sums_of_products_are_cut_off(found):
+    """The longer the sum, the more; all of them towards zero."""
+    short, long = found["cut off"]["128"], found["cut off"]["1024"]
+    assert 0 < short["mean"] < long["mean"]
+    assert long["above"] == 0
+
+
+def test_exponentials_lose_what_their_argument_does(found):
+    """2^-24 of a multiple of log2(e) of 108 is 2^-17 at most; near zero nothing is lost but the last digit."""
+    assert 2**-20 < found["exp"]["75"] < 2**-17
+    assert found["exp"]["0.5"] < 2**-22
 
 
 @pytest.mark.parametrize("shift", ["0", "100", "107"])

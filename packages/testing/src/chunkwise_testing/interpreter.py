@@ -5,7 +5,8 @@ or a boolean's value for bits when it is cast, and cuts fp32 off where a GPU rou
 replaces these two operations; arithmetic on bf16 tensors without ``tl.dot`` stays as it is.
 
 It multiplies fp32 as fp32 where a GPU, asked for tf32x3, multiplies two parts of each operand, of eleven digits and
-exponents down to -126. :func:`split_products` does so too.
+exponents down to -126, and cuts off what its sums lose; and its exponentials are right to the last digit where a GPU's
+lose those that ``x log2(e)`` loses. :func:`round_like_a_gpu` does so too. What an H200 lost in tests, it loses as well.
 
 Imports triton, whose kernels are interpreted where ``TRITON_INTERPRET=1`` was set before.
 """
@@ -22,6 +23,9 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 _SIZE = 16
+_LOG2E = 1.4426950408889634
+_TOGETHER = 8
+"""Columns of tf32 that a tensor core multiplies at once."""
 _NEAREST = (1.00390625, 1.01171875, -1.998046875, 3e38, 1e-40, -0.0, float("inf"), float("nan"))
 """Ties to even below and above, a carry into the exponent, the ends of the range."""
 
@@ -45,11 +49,12 @@ def mend() -> bool:
     return True
 
 
-def split_products() -> None:
-    """Let the interpreter of this process take products in tf32x3 as tensor cores do: in two parts of each operand."""
-    dot = InterpreterBuilder.create_dot
-    if not hasattr(dot, "whole"):
-        InterpreterBuilder.create_dot = _split_dot(dot)
+def round_like_a_gpu() -> None:
+    """Let the interpreter of this process round fp32 as a GPU does in products in tf32x3 and in exponentials."""
+    dot, exp = InterpreterBuilder.create_dot, InterpreterBuilder.create_exp
+    if not hasattr(dot, "exact"):
+        InterpreterBuilder.create_dot = _rounding_dot(dot)
+        InterpreterBuilder.create_exp = _rounding_exp(exp)
 
 
 def bf16_is_right() -> bool:
@@ -85,18 +90,38 @@ def _mended_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
     return create_dot
 
 
-def _split_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
+def _rounding_exp(exp: Callable[..., Any]) -> Callable[..., Any]:
+    def create_exp(builder: Any, x: Any) -> Any:
+        if x.dtype.scalar != tl.float32:
+            return exp(builder, x)
+        with np.errstate(over="ignore"):
+            return TensorHandle(np.exp2(x.data * np.float32(_LOG2E)), x.dtype.scalar)
+
+    return create_exp
+
+
+def _rounding_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
     def create_dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, *others: Any) -> Any:
         if a.dtype.scalar != tl.float32 or "TF32x3" not in str(precision):
             return dot(builder, a, b, d, precision, *others)
         with np.errstate(invalid="ignore", over="ignore"):  # of what is infinite, the lower part is no number
             (a_high, a_low), (b_high, b_low) = _parts(a.data), _parts(b.data)
-            low = np.matmul(a_low, b_high) + np.matmul(a_high, b_low)
+            low = _summed(_summed(np.zeros(d.data.shape, np.float32), a_low, b_high), a_high, b_low)
             low = np.where(np.isnan(low), np.float32(0), low)
-            return TensorHandle(low + np.matmul(a_high, b_high) + d.data, d.dtype.scalar)
+            return TensorHandle(_summed(low, a_high, b_high) + d.data, d.dtype.scalar)
 
-    create_dot.whole = dot  # type: ignore[attr-defined]
+    create_dot.exact = dot  # type: ignore[attr-defined]
     return create_dot
+
+
+def _summed(total: Any, a: Any, b: Any) -> Any:
+    """``total + a @ b``, eight columns of a at a time; what does not fit fp32 after each of them is cut off."""
+    for first in range(0, a.shape[-1], _TOGETHER):
+        these = slice(first, first + _TOGETHER)
+        exact = total.astype(np.float64) + a[..., these].astype(np.float64) @ b[..., these, :].astype(np.float64)
+        nearest = exact.astype(np.float32)
+        total = np.where(np.abs(nearest) > np.abs(exact), np.nextafter(nearest, np.float32(0)), nearest)
+    return total
 
 
 def _parts(x: Any) -> tuple[Any, Any]:

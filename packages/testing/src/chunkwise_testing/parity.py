@@ -10,7 +10,7 @@ from chunkwise_testing.suite.base import Suite
 from chunkwise_testing.suite.contracts import Contracts, Gates, Promises
 from chunkwise_testing.suite.gradients import Gradients
 from chunkwise_testing.suite.graphs import CudaGraphs, Graphs
-from chunkwise_testing.suite.memory import Memory
+from chunkwise_testing.suite.memory import LargeCalls, Memory
 from chunkwise_testing.suite.model_options import ModelOptions
 from chunkwise_testing.suite.ragged import Ragged
 from chunkwise_testing.suite.residuals import Residuals
@@ -27,6 +27,7 @@ SUITE: tuple[Any, ...] = (
     Gates,
     Gradients,
     Graphs,
+    LargeCalls,
     Memory,
     ModelOptions,
     Promises,

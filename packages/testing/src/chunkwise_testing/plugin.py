@@ -4,7 +4,7 @@ Options: ``--backend NAME`` (generate the suite for these backends only), ``--pa
 matrix as FILE.json and FILE.md), ``--compile-first`` (build the kernels of all collected cells before the first test).
 
 Under ``TRITON_INTERPRET=1`` a file that asks for the suite has Triton's interpreter mended for bf16, in its process,
-and its products in tf32x3 taken as on a GPU.
+and fp32 rounded as on a GPU.
 
 Tests that need a GPU carry the marker ``gpu``; without one they are deselected and counted at the end, never skipped.
 Those that need most of its memory also carry ``alone``: while one runs, tests of other processes wait.
@@ -137,14 +137,14 @@ def _interpreting() -> bool:
 
 
 def _mend_interpreter() -> None:
-    """Let Triton's interpreter, where there is one, compute bf16 and products in tf32x3 as a GPU does."""
+    """Let Triton's interpreter, where there is one, compute bf16 as a GPU does, and round fp32 so."""
     if any(importlib.util.find_spec(name) is None for name in ("triton", "numpy")):
         return
     from chunkwise_testing import interpreter
 
     if not interpreter.mend():
         warnings.warn("Triton's interpreter computes bf16 wrongly, and could not be mended", stacklevel=2)
-    interpreter.split_products()
+    interpreter.round_like_a_gpu()
 
 
 def _has_gpu() -> bool:

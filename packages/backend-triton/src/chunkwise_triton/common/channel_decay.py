@@ -23,6 +23,11 @@ import triton.language as tl
 from chunkwise_triton.common.channel_gates import matrix_sums
 from chunkwise_triton.common.tiles import load_rows
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2_HIGH = tl.constexpr(0.693359375)
+"""ln(2) in so few digits that its products with integers up to 2^14 are exact, and what it lacks."""
+LN2_LOW = tl.constexpr(-2.12194440054690583e-4)
+
 
 @triton.jit
 def chunk_sums(g_cumsum, g_low, first, t, rows, head, HEADS, columns, WIDTH, DOT: tl.constexpr):
@@ -39,10 +44,18 @@ def chunk_sums(g_cumsum, g_low, first, t, rows, head, HEADS, columns, WIDTH, DOT
 
 @triton.jit
 def decay_between(high, low, from_high, from_low, DOT: tl.constexpr):
-    """``exp(G_t - G_s)``."""
+    """``exp(G_t - G_s)``; with fp32 operands right to fp32 however large the exponent is.
+
+    An exponent of 75 has an ulp of 2^-17, which is a part of its exponential, and so of ``exp(G_t - G_m) exp(G_m -
+    G_s)`` where it is nearly 1: what rounding takes from the difference, and from its multiple of log2(e), is kept.
+    """
     exponent = high - from_high
     if tl.float32 == DOT:
-        exponent += low - from_low
+        taken = exponent - high
+        lost = (high - (exponent - taken)) - (from_high + taken)
+        power = tl.floor(exponent * LOG2E + 0.5)
+        rest = (exponent - power * LN2_HIGH) - power * LN2_LOW
+        return tl.exp(rest + (lost + (low - from_low))) * tl.exp2(power)
     return tl.exp(exponent)
 
 

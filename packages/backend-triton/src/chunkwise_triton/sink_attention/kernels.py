@@ -106,6 +106,42 @@ def row_index(n, first, head, T, HQ: tl.constexpr, RAGGED: tl.constexpr):
 
 
 @triton.jit
+def halves(x):
+    """The even and the odd columns of a tile."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def products_of_64(x, y):
+    """``x y^T`` for tiles of 128 columns or fewer."""
+    if x.shape[1] > 64:
+        x_even, x_odd = halves(x)
+        y_even, y_odd = halves(y)
+        found = tl.dot(x_even, tl.trans(y_even), input_precision="tf32x3")
+        found += tl.dot(x_odd, tl.trans(y_odd), input_precision="tf32x3")
+    else:
+        found = tl.dot(x, tl.trans(y), input_precision="tf32x3")
+    return found
+
+
+@triton.jit
+def row_products(x, y):
+    """``x y^T`` over the width of heads; of fp32, 64 columns at a time.
+
+    Tensor cores cut off what a sum loses, always towards zero: over 256 columns that is more than fp32 may lose.
+    """
+    if x.dtype != tl.float32:
+        found = tl.dot(x, tl.trans(y), input_precision="tf32x3")
+    elif x.shape[1] > 128:
+        x_even, x_odd = halves(x)
+        y_even, y_odd = halves(y)
+        found = products_of_64(x_even, y_even) + products_of_64(x_odd, y_odd)
+    else:
+        found = products_of_64(x, y)
+    return found
+
+
+@triton.jit
 def forward_step(
     q_tile, acc, top, total, k_at, v_at, begin, high, position, c, window,
     HK: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, DOT: tl.constexpr,
@@ -117,7 +153,7 @@ def forward_step(
     at = tl.cast(begin, tl.int64) * (HK * D)
     live = j < high - begin
     k_tile = load_tile(k_at + at, j, HK * D, d, D, BD, live, MASKED).to(DOT)  # [BN, BD]
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")
+    s = row_products(q_tile, k_tile)
     if MASKED:
         key = begin + j[None, :]
         s = tl.where(seen(position[:, None], key, window, CAUSAL, WINDOWED) & (key < high), s * c, float("-inf"))
@@ -243,12 +279,12 @@ def query_step(
     live = j < high - begin
     k_tile = load_tile(k_at + at, j, HK * D, d, D, BD, live, MASKED).to(DOT)  # [BN, BD]
     v_tile = load_tile(v_at + at, j, HK * D, d, D, BD, live, MASKED).to(DOT)  # [BN, BD]
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")
+    s = row_products(q_tile, k_tile)
     p = tl.exp2(s * c - logs[:, None])
     if MASKED:
         key = begin + j[None, :]
         p = tl.where(seen(position[:, None], key, window, CAUSAL, WINDOWED) & (key < high), p, 0.0)
-    dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="tf32x3") - delta[:, None]
+    dp = row_products(d_tile, v_tile) - delta[:, None]
     if k_tile.dtype == tl.float32:
         dp -= delta_low[:, None]
     ds = p * dp
@@ -324,7 +360,7 @@ def key_step(
     e = tl.arange(0, 4)
     pairs = load_tile(pairs_at + tl.cast(begin, tl.int64) * 4, row, 4, e, 4, 4, live, MASKED)  # [BM, 4] fp32
     logs = tl.sum(tl.where(e[None, :] == 0, pairs, 0.0), 1)
-    s = tl.dot(k_tile, tl.trans(q_tile), input_precision="tf32x3")
+    s = row_products(k_tile, q_tile)
     p = tl.exp2(s * c - logs[None, :])  # [BN, BM]
     if MASKED:
         mask = seen((begin + shift + t)[None, :], key[:, None], window, CAUSAL, WINDOWED)
@@ -333,7 +369,7 @@ def key_step(
         dv_acc = tl.dot(p.to(DOT), d_tile, dv_acc, input_precision="tf32x3")
     if DK:
         delta = tl.sum(tl.where(e[None, :] == 1, pairs, 0.0), 1)
-        dp = tl.dot(v_tile, tl.trans(d_tile), input_precision="tf32x3") - delta[None, :]
+        dp = row_products(v_tile, d_tile) - delta[None, :]
         if k_tile.dtype == tl.float32:
             dp -= tl.sum(tl.where(e[None, :] == 2, pairs, 0.0), 1)[None, :]
         ds = p * dp

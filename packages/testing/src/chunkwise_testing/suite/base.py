@@ -16,7 +16,7 @@ from chunkwise.ops import OPS
 from chunkwise.protocol.cases import Case
 from chunkwise_testing import sampling
 from chunkwise_testing.oracle import Result
-from chunkwise_testing.routes import Pair, devices_of, facts_of, pairs_of
+from chunkwise_testing.routes import BUILT_IN, Pair, devices_of, facts_of, pairs_of
 from chunkwise_testing.sampling import Call, variant
 from chunkwise_testing.study import Sample, Study
 from chunkwise_testing.tolerance import Measure
@@ -142,6 +142,21 @@ class Suite:
     def applies(cls) -> bool:
         """Whether the backend has anything that this class can test."""
         return bool(cls.subjects())
+
+
+class OnlyKernels(Suite):
+    """Base of classes about kernels on a GPU.
+
+    The built-in backend has no part in them: it reads offsets on the host, and the last bits of torch's products change
+    with the batch.
+    """
+
+    @classmethod
+    def subjects(cls, formats: str = "all") -> list[Subject]:
+        """Pairs without the built-in backend, on a GPU."""
+        subjects = super().subjects(formats)
+        built_in = [s for s in subjects if BUILT_IN in (i.backend for i in s.pair.implementations)]
+        return [s for s in subjects if s.device == "cuda" and s not in built_in]
 
 
 def concerning(what: str) -> Callable[[Test], Test]:

@@ -12,9 +12,8 @@ from torch import Tensor
 from chunkwise.ops import OPS
 from chunkwise_testing import graph, sampling
 from chunkwise_testing.oracle import evaluate, same_bits
-from chunkwise_testing.routes import BUILT_IN
 from chunkwise_testing.sampling import Call, variant
-from chunkwise_testing.suite.base import Subject, Suite, assert_same_bits, small_case, stateless
+from chunkwise_testing.suite.base import OnlyKernels, Subject, Suite, assert_same_bits, small_case, stateless
 
 LENGTHS = (129, 128, 64, 65, 17)  # the first is no width: the tracer takes equal sizes for one
 
@@ -127,15 +126,8 @@ class Graphs(Suite):
             assert same_bits(gradient, eager.gradients[name]), name
 
 
-class CudaGraphs(Suite):
-    """Capture and replay. The built-in backend has no part in it: it reads offsets on the host."""
-
-    @classmethod
-    def subjects(cls, formats: str = "all") -> list[Subject]:
-        """Pairs without the built-in backend, on a GPU."""
-        subjects = super().subjects(formats)
-        built_in = [s for s in subjects if BUILT_IN in (i.backend for i in s.pair.implementations)]
-        return [s for s in subjects if s.device == "cuda" and s not in built_in]
+class CudaGraphs(OnlyKernels):
+    """Capture and replay."""
 
     def test_cuda_graph_replay(self, on_gpu: Subject) -> None:
         """A captured forward replays with offsets refilled in place."""

@@ -114,7 +114,10 @@ class Shapes(Suite):
     @pytest.mark.parametrize("scale", [1.0, 0.03, -2.0])
     def test_scale(self, subject: Subject, scale: float) -> None:
         """Another scale than the default one; a negative one is one as well."""
-        case = variant(small_case(subject.op, f"scale{scale}"), options={"scale": scale})
+        # Two implementations round scores of 20 apart by 2^-20, and nothing makes up for it in P. Moving the inputs by
+        # half an ulp, which moves a forward and its backward alike, says nothing of that loss.
+        draw = {"q": "unit", "k": "unit"} if len(set(subject.pair.implementations)) > 1 else {}
+        case = variant(small_case(subject.op, f"scale{scale}"), options={"scale": scale}, draw=draw)
         subject.check_sample(Sample(subject.op, case))
 
     @pytest.mark.parametrize("plan", sorted(PLANS))

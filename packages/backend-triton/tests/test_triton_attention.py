@@ -16,6 +16,7 @@ from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
+from chunkwise_testing.refilled_tiles import refilled_tiles
 from chunkwise_triton.common.call import meta_inputs
 from chunkwise_triton.sink_attention import kernels, launch, schedules
 
@@ -93,6 +94,7 @@ def test_compiled_kernels(name, device, dtype, width, window, ragged, spilled, t
     assert stack_bytes(kernel, tmp_path) <= spilled
     if call.device.arch == "sm90":
         assert not wrong_descriptors(disassemble(kernel.asm["cubin"], BIN / "nvdisasm"))
+        assert not refilled_tiles(kernel.asm["ttgir"])
 
 
 @pytest.mark.parametrize("device", ["A100", "RTX 4090", "H200", "B200", "RTX 5090", "GB10"])

@@ -15,6 +15,7 @@ from chunkwise.verifier.device import FAKE_DEVICES
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_testing.hopper_descriptors import disassemble, wrong_descriptors
+from chunkwise_testing.refilled_tiles import refilled_tiles
 from chunkwise_triton.common import channel_gates, chunk_products, state_scan
 from chunkwise_triton.dplr_delta_rule import kernels as dplr_kernels
 from chunkwise_triton.dplr_delta_rule import schedules as dplr_schedules
@@ -111,7 +112,7 @@ def compiled(op, name, call, schedule, ragged=True):
         **{"C": schedule.chunk_size, "DOT": DOT[schedule.dot], "RAGGED": ragged, "DELTA": delta, "GATED": gated},
         **{"HAS_DG": gated, "DECAYED": channels, "LOW_RANK": dplr, **FLAGS},
         **{"ENTRY_CHUNKS": ENTRY_CHUNKS if KERNELS[op] is DELTA_RULE else 0},
-        **{"SUMMED": False, "WIDTH": triton.next_power_of_2(call.size("K"))},
+        **{"ASYNC": schedule.asynchronous, "SUMMED": False, "WIDTH": triton.next_power_of_2(call.size("K"))},
     }
     if dplr:
         values |= {"HV": call.size("H"), "CENTRED": schedule.centred, "SOLVE": True}
@@ -191,6 +192,20 @@ def test_compiled_kernels(op, name, device, dtype, key_width, value_width, seque
     assert kernel.metadata.shared <= promised <= call.device.shared_memory_bytes
     if call.device.arch == "sm90":
         assert not wrong_descriptors(disassemble(kernel.asm["cubin"], NVDISASM))
+        assert not refilled_tiles(kernel.asm["ttgir"])
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [("gated_delta_rule", "state_gradient"), ("simple_gla", "gradient"), ("gla", "gradient")]
+)
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_tiles_that_feed_products_are_not_read_beside_them(op, name, is_asynchronous):
+    """Triton gives such a tile one place, and refills it too early. When it no longer does, ``ASYNC`` can go."""
+    call = facts("H200", "bf16", 64, 128)
+    schedule = schedule_of(op, name, call)
+    assert schedule.asynchronous
+    kernel = compiled(op, name, call, dataclasses.replace(schedule, asynchronous=is_asynchronous))
+    assert bool(refilled_tiles(kernel.asm["ttgir"])) != is_asynchronous
 
 
 MISCOMPILED = """

@@ -51,7 +51,7 @@ def rows_by_state(
 def state_products(
     v_new, d_o, d_rhs, states, d_states, slot, first, rows, hv, kk,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
-    DELTA: tl.constexpr, HAS_DO: tl.constexpr,
+    DELTA: tl.constexpr, HAS_DO: tl.constexpr, ASYNC: tl.constexpr,
 ):  # fmt: skip
     """Rows of a chunk times columns kk of its entry state S and of the gradient dS' of its exit state.
 
@@ -60,11 +60,17 @@ def state_products(
         ``sum_v S dS'`` ``[BLOCK_K]``.
     """
     BLOCK_K: tl.constexpr = kk.shape[0]
+    # Where products run beside what follows them (ASYNC), a tile that feeds one as it is, and is read into registers
+    # too, has one place in shared memory, which Triton (3.6, 3.7) loads anew while the product of the turn before may
+    # still read it. There sum_v S dS' is the diagonal of one more product.
+    AS_THEY_ARE: tl.constexpr = states.dtype.element_ty == DOT and d_states.dtype.element_ty == DOT
+    DIAGONAL: tl.constexpr = ASYNC and tl.float32 != DOT and AS_THEY_ARE
     t = tl.arange(0, C)
     by_error = tl.zeros((C, BLOCK_K), tl.float32)
     by_exit = tl.zeros((C, BLOCK_K), tl.float32)
     by_query = tl.zeros((C, BLOCK_K), tl.float32)
     products = tl.zeros((BLOCK_K,), tl.float32)
+    pairs = tl.zeros((BLOCK_K, BLOCK_K), tl.float32)
     for begin in range(0, V, BV):
         vv = begin + tl.arange(0, BV)
         ds = load_state(d_states, slot, hv, HV, K, V, kk, vv)  # [BLOCK_K, BV]
@@ -77,7 +83,13 @@ def state_products(
         if HAS_DO:
             d = load_rows(d_o, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]
             by_query += tl.dot(d, tl.trans(s).to(DOT), input_precision="tf32x3")
-        products += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+        if DIAGONAL:
+            pairs += tl.dot(s, tl.trans(ds))
+        else:
+            products += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+    if DIAGONAL:
+        row, column = tl.arange(0, BLOCK_K)[:, None], tl.arange(0, BLOCK_K)[None, :]
+        products = tl.sum(tl.where(row == column, pairs, 0.0), 1)
     return by_query, by_error, by_exit, products
 
 

@@ -61,16 +61,27 @@ class Schedule:
     Args:
         chunk_size: rows of a chunk.
         dot: dtype of the products' operands.
+        asynchronous: whether products of matrices run beside what follows them.
     """
 
     chunk_size: int
     dot: str
+    asynchronous: bool
 
     @property
     def shared_memory_bytes(self) -> int:
         """The most that one of the kernels takes."""
         values = (getattr(self, field.name) for field in fields(self))
         return max(value.shared_memory_bytes for value in values if isinstance(value, Tile))
+
+
+# And the interpreter, so that what is done for it is tested on a CPU.
+_ASYNCHRONOUS = ("sm90", "interpreter")
+
+
+def asynchronous(facts: Facts) -> bool:
+    """Whether the device's matrix products are wgmma: waited for later, and reading shared memory until then."""
+    return facts.device.arch in _ASYNCHRONOUS
 
 
 ALL = 256

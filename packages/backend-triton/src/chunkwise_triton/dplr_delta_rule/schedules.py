@@ -82,9 +82,11 @@ def _schedule(facts: Facts, is_centred: bool) -> Schedule | DoesNotFit:
     # fp16 ends at 2^-24, which decays pass: its operands are widened.
     dot = "bf16" if dtype == "bf16" else "fp32"
     chosen = choose(kernels(chunk), facts, dot, "H")
-    return chosen if isinstance(chosen, DoesNotFit) else _interned(chunk, dot, is_centred, *chosen)
+    if isinstance(chosen, DoesNotFit):
+        return chosen
+    return _interned(chunk, dot, schedules.asynchronous(facts), is_centred, *chosen)
 
 
 @functools.cache
-def _interned(chunk: int, dot: str, is_centred: bool, *chosen: Tile) -> Schedule:
-    return Schedule(chunk, dot, is_centred, *chosen)
+def _interned(chunk: int, dot: str, is_asynchronous: bool, is_centred: bool, *chosen: Tile) -> Schedule:
+    return Schedule(chunk, dot, is_asynchronous, is_centred, *chosen)

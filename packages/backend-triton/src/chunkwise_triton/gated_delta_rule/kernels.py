@@ -133,6 +133,7 @@ def state_gradient_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     GATED: tl.constexpr, HAS_DO: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    ASYNC: tl.constexpr,
 ):  # fmt: skip
     """What reaches q, k and the gates of a chunk through its entry and its exit state, for BLOCK_K columns.
 
@@ -154,7 +155,7 @@ def state_gradient_kernel(
     for j in range(HV // H):
         hv = h * (HV // H) + j
         by_query, by_error, by_exit, products = state_products(
-            v_new, d_o, d_rhs, states, d_states, slot, first, rows, hv, kk, HV, K, V, C, BV, DOT, True, HAS_DO
+            v_new, d_o, d_rhs, states, d_states, slot, first, rows, hv, kk, HV, K, V, C, BV, DOT, True, HAS_DO, ASYNC
         )
         from_start = tl.full((C,), 1.0, tl.float32)
         if GATED:

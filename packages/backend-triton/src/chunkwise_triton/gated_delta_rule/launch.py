@@ -171,7 +171,8 @@ def _input_gradients(
         call.q, call.k, saved["g_cumsum"], saved["to_end"], call.beta, saved["v_new"], saved["states"], d_o_or_any,
         d_v_new, d_states, or_any(inputs.initial_state, d_states), or_any(d_final, d_states),
         state_dq, state_dk, sums, state_sums, call.scale,
-        HAS_INITIAL=inputs.initial_state is not None, HAS_FINAL=d_final is not None, **has,
+        HAS_INITIAL=inputs.initial_state is not None, HAS_FINAL=d_final is not None,
+        ASYNC=schedule.asynchronous, **has,
     )  # fmt: skip
     call.per_chunk(
         kernels.pair_gradient_kernel, schedule.pair_gradient, call.heads,

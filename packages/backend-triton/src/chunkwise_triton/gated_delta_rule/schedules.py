@@ -88,10 +88,10 @@ def schedule(facts: Facts) -> Schedule | DoesNotFit:
     """The first tile of every list that fits the device."""
     dot = facts.dtype("v") or "fp32"
     chosen = choose(KERNELS, facts, dot, "HV")
-    return chosen if isinstance(chosen, DoesNotFit) else _interned(dot, *chosen)
+    return chosen if isinstance(chosen, DoesNotFit) else _interned(dot, schedules.asynchronous(facts), *chosen)
 
 
 @functools.cache
-def _interned(dot: str, *chosen: Tile) -> Schedule:
+def _interned(dot: str, is_asynchronous: bool, *chosen: Tile) -> Schedule:
     # bf16 loses what nearly parallel keys need, fp16 keeps it.
-    return Schedule(CHUNK, dot, "fp16" if dot == "bf16" else "fp32", *chosen)
+    return Schedule(CHUNK, dot, is_asynchronous, "fp16" if dot == "bf16" else "fp32", *chosen)

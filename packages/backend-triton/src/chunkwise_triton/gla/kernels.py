@@ -191,7 +191,7 @@ def block_gradients(
     slot, h, kk, cu_seqlens, table, T, per_row,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
     RAGGED: tl.constexpr, HAS_DO: tl.constexpr, HAS_DG: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, ROBUST: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, ROBUST: tl.constexpr, ASYNC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of the channels kk of a chunk."""
     n, first, rows = locate(slot, cu_seqlens, table, T, per_row, C, RAGGED)
@@ -201,7 +201,7 @@ def block_gradients(
     if HAS_DO:
         d_below, own = without_diagonal(load_rows(d_pairs, first, t, rows, h, H, t, C), C, DOT)
     d_entry, _, d_exit, through = state_products(
-        v, d_o, v, states, d_states, slot, first, rows, h, kk, H, K, V, C, BV, DOT, False, HAS_DO
+        v, d_o, v, states, d_states, slot, first, rows, h, kk, H, K, V, C, BV, DOT, False, HAS_DO, ASYNC
     )
     d_entry *= scale
     decay = load_whole(whole, slot, h, H, kk, K)
@@ -240,6 +240,7 @@ def gradient_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_DG: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    ASYNC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and, where HAS_DG, dg of BLOCK_K channels of a chunk, unless they are steep."""
     parts: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -251,7 +252,7 @@ def gradient_kernel(
         block_gradients(
             q, k, v, g_cumsum, g_low, whole, states, d_o, d_states, d_pairs, initial_state, d_final, dq, dk, dg, scale,
             slot, h, kk, cu_seqlens, table, T, per_row,
-            H, K, V, C, BV, DOT, RAGGED, HAS_DO, HAS_DG, HAS_INITIAL, HAS_FINAL, False,
+            H, K, V, C, BV, DOT, RAGGED, HAS_DO, HAS_DG, HAS_INITIAL, HAS_FINAL, False, ASYNC,
         )  # fmt: skip
 
 
@@ -262,6 +263,7 @@ def steep_gradient_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_DG: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    ASYNC: tl.constexpr,
 ):  # fmt: skip
     """The same of the steep ones among GROUP blocks of channels."""
     parts: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -278,5 +280,5 @@ def steep_gradient_kernel(
                 block_gradients(
                     q, k, v, g_cumsum, g_low, whole, states, d_o, d_states, d_pairs, initial_state, d_final,
                     dq, dk, dg, scale, slot, at // parts, kk, cu_seqlens, table, T, per_row,
-                    H, K, V, C, BV, DOT, RAGGED, HAS_DO, HAS_DG, HAS_INITIAL, HAS_FINAL, True,
+                    H, K, V, C, BV, DOT, RAGGED, HAS_DO, HAS_DG, HAS_INITIAL, HAS_FINAL, True, ASYNC,
                 )  # fmt: skip

@@ -127,6 +127,7 @@ def _gradients(
     )
     has = {"HAS_DO": d_o is not None, "HAS_DG": gates}
     has |= {"HAS_INITIAL": inputs.initial_state is not None, "HAS_FINAL": d_final is not None}
+    has["ASYNC"] = schedule.asynchronous
     tile = schedule.gradient
     call.per_chunk(kernels.gradient_kernel, tile, call.blocks(tile), *arguments, **has)
     tile = schedule.steep_gradient

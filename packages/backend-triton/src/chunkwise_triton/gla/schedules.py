@@ -73,9 +73,9 @@ def split(facts: Facts) -> Split | DoesNotFit:
     dot = facts.dtype("v") or "fp32"
     kernels = HOPPER_KERNELS if facts.device.arch == "sm90" and dot != "fp32" else KERNELS
     chosen = choose(kernels, facts, dot, "H")
-    return chosen if isinstance(chosen, DoesNotFit) else _split(dot, *chosen)
+    return chosen if isinstance(chosen, DoesNotFit) else _split(dot, schedules.asynchronous(facts), *chosen)
 
 
 @functools.cache
-def _split(dot: str, *chosen: Tile) -> Split:
-    return Split(CHUNK, dot, *chosen)
+def _split(dot: str, is_asynchronous: bool, *chosen: Tile) -> Split:
+    return Split(CHUNK, dot, is_asynchronous, *chosen)

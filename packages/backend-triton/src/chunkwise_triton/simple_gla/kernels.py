@@ -86,7 +86,7 @@ def gradient_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, RAGGED: tl.constexpr,
     GATED: tl.constexpr, HAS_DO: tl.constexpr, HAS_DG: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, ASYNC: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk of a head, from its entry state and the gradient of its exit state; dg where HAS_DG."""
     slot = tl.program_id(0) // H
@@ -130,7 +130,7 @@ def gradient_kernel(
     for begin in range(0, K, BLOCK_K):
         kk = begin + tl.arange(0, BLOCK_K)
         dq_tile, _, dk_tile, products = state_products(
-            v, d_o, v, states, d_states, slot, first, rows, h, kk, H, K, V, C, BV, DOT, False, HAS_DO
+            v, d_o, v, states, d_states, slot, first, rows, h, kk, H, K, V, C, BV, DOT, False, HAS_DO, ASYNC
         )
         dq_tile *= (from_start * scale)[:, None]
         dk_tile *= end[:, None]

@@ -109,7 +109,7 @@ def backward(
         or_any(inputs.initial_state, d_states), or_any(d_final, d_states),
         found["q"], found["k"], found["v"], found.get("g", call.v), call.scale,
         GATED=call.gated, HAS_DO=d_o is not None, HAS_DG="g" in needs,
-        HAS_INITIAL=inputs.initial_state is not None, HAS_FINAL=d_final is not None,
+        HAS_INITIAL=inputs.initial_state is not None, HAS_FINAL=d_final is not None, ASYNC=schedule.asynchronous,
     )  # fmt: skip
     if d_initial is not None:
         found["initial_state"] = d_initial

@@ -75,21 +75,21 @@ def split(facts: Facts) -> Split | DoesNotFit:
     """The first tile of every list that fits the device."""
     dot = facts.dtype("v") or "fp32"
     chosen = choose(SPLIT_KERNELS, facts, dot, "H")
-    return chosen if isinstance(chosen, DoesNotFit) else _split(dot, *chosen)
+    return chosen if isinstance(chosen, DoesNotFit) else _split(dot, schedules.asynchronous(facts), *chosen)
 
 
 def fused(facts: Facts) -> Fused | DoesNotFit:
     """The first tile that fits the device."""
     dot = facts.dtype("v") or "fp32"
     chosen = choose(FUSED_KERNELS, facts, dot, "H")
-    return chosen if isinstance(chosen, DoesNotFit) else _fused_of(dot, *chosen)
+    return chosen if isinstance(chosen, DoesNotFit) else _fused_of(dot, schedules.asynchronous(facts), *chosen)
 
 
 @functools.cache
-def _split(dot: str, *chosen: Tile) -> Split:
-    return Split(CHUNK, dot, *chosen)
+def _split(dot: str, is_asynchronous: bool, *chosen: Tile) -> Split:
+    return Split(CHUNK, dot, is_asynchronous, *chosen)
 
 
 @functools.cache
-def _fused_of(dot: str, *chosen: Tile) -> Fused:
-    return Fused(CHUNK, dot, *chosen)
+def _fused_of(dot: str, is_asynchronous: bool, *chosen: Tile) -> Fused:
+    return Fused(CHUNK, dot, is_asynchronous, *chosen)

@@ -172,7 +172,8 @@ def schedule(facts: Facts) -> Schedule | DoesNotFit:
         if isinstance(found, DoesNotFit):
             return found
         chosen.append(found)
-    return _interned(dot, facts.flag("window_size") is not None, width, *chosen)
+    is_asynchronous = schedules.asynchronous(facts)
+    return _interned(dot, is_asynchronous, facts.flag("window_size") is not None, width, *chosen)
 
 
 def _first(
@@ -203,8 +204,8 @@ def _packed(kernel: str, facts: Facts, tile: Tile) -> Tile:
 
 @functools.cache
 def _interned(
-    dot: str, windowed: bool, width: int, forward: Tile, query_gradient: Tile, key_gradient: Tile
+    dot: str, is_asynchronous: bool, windowed: bool, width: int, forward: Tile, query_gradient: Tile, key_gradient: Tile
 ) -> Schedule:
     tokens = forward.queries // forward.pack
     apart = width > (64 if dot == "fp32" else 128)
-    return Schedule(tokens, dot, windowed, width, forward, query_gradient, key_gradient, apart)
+    return Schedule(tokens, dot, is_asynchronous, windowed, width, forward, query_gradient, key_gradient, apart)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 import chunkwise
-from chunkwise.autograd.residuals import ENTRY_CHUNKS
+from chunkwise.autograd.residuals import ENTRY_CHUNKS, chunk_slots
 from chunkwise_tilelang.gated_delta_rule import bands_backward, schedules_backward
 from chunkwise_tilelang.gated_delta_rule.schedules import CHUNK
 
@@ -144,7 +145,10 @@ class Stream:
 class Device:
     """The launches of a dense call; the state before chunk i of sequence n is called 1000 n + i + 1."""
 
-    def __init__(self, arithmetic: Any, sequences: int, chunks: int, segment: int, given: bool) -> None:
+    def __init__(
+        self, arithmetic: Any, sequences: int, chunks: int, segment: int, given: bool, full: bool = False
+    ) -> None:
+        self.full = full  # the forward kept S and x of all chunks
         self.arithmetic, self.sequences, self.whole, self.given = arithmetic, sequences, chunks, given
         self.segment = segment or chunks
         self.per_sequence = -(-chunks // self.segment)
@@ -172,7 +176,8 @@ class Device:
     def passes(self, *arguments: Any) -> None:
         initial, d_final, d_initial, states, d_states, x, dr, dv = arguments[8:16]
         places, steps, chunks, width, *band = arguments[16:23]
-        cuts, _, has_initial, has_final, has_d_initial, carries = arguments[23:]
+        cuts, _, has_initial, has_final, has_d_initial, carries, directions = arguments[23:]
+        assert directions == 2 - self.full
         assert (places, steps) == (self.sequences * self.per_sequence, self.sequences.bit_length())
         found = torch.zeros(places, 5, dtype=torch.int32)
         none, where = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
@@ -186,7 +191,8 @@ class Device:
             if count:
                 assert (state, d_state) == (self.name(n, first), self.name(n, first + count))
             for i in range(count):
-                states[slot + i] = x[slot + i] = state + i
+                if directions == 2:
+                    states[slot + i] = x[slot + i] = state + i
                 d_states[slot + i] = dr[slot + i] = self.name(n, first + i + 1)
                 dv[n, start + i * CHUNK : start + (i + 1) * CHUNK] += 1
             if carries:
@@ -197,16 +203,17 @@ class Device:
 
     def gradients(self, *arguments: Any) -> None:
         initial, d_final, states, d_states, x, dr = arguments[7:13]
-        assert arguments[18] == self.sequences.bit_length()
-        chunks, width, *band = arguments[20:26]
-        assert tuple(arguments[26:]) == (int(self.given),) * 2
+        assert arguments[19] == self.sequences.bit_length()
+        chunks, width, *band = arguments[21:27]
+        assert tuple(arguments[27:]) == (int(self.given),) * 2
         none, where = torch.zeros(0, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         found = torch.zeros(self.sequences * band[3], 2, dtype=torch.int32)
         self.arithmetic(where, none, found, self.rows, chunks, width, *band, 0)
         for slot, kept in found.tolist():
             n, chunk = divmod(slot, self.whole)
             self.read[slot] += 1
-            assert states[kept].item() == x[kept].item() == self.name(n, chunk)
+            state, rows = (states[slot], x[n, chunk * CHUNK]) if self.full else (states[kept], x[kept])
+            assert state.item() == rows.item() == self.name(n, chunk)
             assert d_states[kept].item() == dr[kept].item() == self.name(n, chunk + 1)
         if self.given:  # the call's own states are as they were
             for n in range(self.sequences):
@@ -247,7 +254,13 @@ def launched(
     named = {"q": v, "k": v, "v": v, "g": g, "beta": beta, "initial_state": initial, "cu_seqlens": None}
     inputs = SimpleNamespace(**named, scale=1.0, use_qk_l2norm_in_kernel=False)
     entries = cuts.view(n, device.cuts, 1, 1, 1)
-    residuals = SimpleNamespace(tensors={"inverse": v, "g_cumsum": g, "entry_states": entries})
+    saved = {"inverse": v, "g_cumsum": g, "entry_states": entries}
+    if device.full:
+        chunks = [[device.name(i, chunk) for chunk in range(device.whole)] for i in range(n)]
+        rows = torch.tensor(chunks).repeat_interleave(CHUNK, 1)[:, : device.rows]
+        saved |= {"v_new": rows.view(n, device.rows, 1, 1), "states": torch.tensor(chunks).view(-1, 1, 1, 1)}
+        del saved["entry_states"]
+    residuals = SimpleNamespace(tensors=saved)
     schedule: Any = None
     return launch_backward.backward(schedule, inputs, residuals, (v, d_final), NEEDS)
 
@@ -277,6 +290,34 @@ def test_sequences(
     """However far the passes get ahead of the gradients, or stay behind, nobody's states are overwritten."""
     for bands in BANDS:
         check(monkeypatch, Device(arithmetic, sequences, chunks, 0, given), 0, bands, late)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "given"])
+@pytest.mark.parametrize("chunks, segment", [(1, 0), (33, 0), (129, 0), (65, 32)])
+def test_states_that_the_forward_kept(
+    arithmetic: Any, monkeypatch: pytest.MonkeyPatch, chunks: int, segment: int, given: bool
+) -> None:
+    """The passes go backwards alone, and the gradients read what was kept."""
+    for bands in BANDS:
+        check(monkeypatch, Device(arithmetic, 2, chunks, segment, given, full=True), segment, bands, False)
+
+
+@pytest.mark.parametrize(
+    "offsets", [(0, 0, 63, 64, 129, 129, 300), (0, 64, 128), (0, 0, 0), (5, 70, 3, 400), (-3, 64, 900)]
+)
+def test_first_slots_of_kept_states(offsets: tuple[int, ...]) -> None:
+    """As core counts the chunks of sequences; of bad offsets they stay within the room for them."""
+    from chunkwise_tilelang.gated_delta_rule import launch  # imports the toolkit
+
+    rows, where = 320, torch.tensor(offsets, dtype=torch.int32)
+    found = launch.first_slots({"states": where}, where, rows, CHUNK)
+    assert found.dtype == torch.int32
+    if list(offsets) == sorted(offsets) and offsets[0] == 0:
+        counts = [-(-(b - a) // CHUNK) for a, b in itertools.pairwise(offsets)]
+        assert found.tolist() == [0, *itertools.accumulate(counts)][:-1]
+    most = chunk_slots({"B": 1, "T": rows, "C": CHUNK, "N": len(offsets) - 1}, True)["slots"]
+    assert 0 <= int(found.min()) <= int(found.max()) <= most
+    assert launch.first_slots({}, where, rows, CHUNK) is where
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["passes-first", "passes-last"])

@@ -32,7 +32,7 @@ FUSED = Implementation(
     forward="chunkwise_tilelang.delta_rule.launch:forward",
     backward="chunkwise_tilelang.delta_rule.launch:backward",
     compile="chunkwise_tilelang.delta_rule.launch:compile",
-    residuals=("delta-wy64@2",),
+    residuals=("delta-wy64@2", "delta-states64@1"),
 )
 
 IMPLEMENTATIONS = (FUSED,)

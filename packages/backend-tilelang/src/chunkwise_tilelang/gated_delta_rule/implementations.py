@@ -25,7 +25,7 @@ FUSED = Implementation(
     forward="chunkwise_tilelang.gated_delta_rule.launch:forward",
     backward="chunkwise_tilelang.gated_delta_rule.launch_backward:backward",
     compile="chunkwise_tilelang.gated_delta_rule.launch_backward:compile",
-    residuals=("gdn-wy64@2",),
+    residuals=("gdn-wy64@2", "gdn-states64@1"),
 )
 
 IMPLEMENTATIONS = (FUSED,)

@@ -15,14 +15,15 @@ where dq' and dk' are what S and dS' give to q and k. Nothing is added there tha
 under strong decay keep their digits: the sum over s is a product with a triangle of ones, of F in two bf16 parts.
 (dbeta is also ``dr_t . x_t / beta_t``, which needs no v; but x has passed through M and is rounded: it is less exact.)
 
-A launch takes all chunks, or a band of those of a dense call (:mod:`.bands_backward`); a block walks over chunks of key
-heads. Two warpgroups have half of the columns of dq and dk each, and add up the value heads; of F, one has the part by
-do and q, the other the part by dr and k. They run the same instructions (a block is 128 threads by 3 groups, so that
-TileLang's layouts see one of them): as two copies these were more than the instruction cache of a multiprocessor holds,
-and what the misses took from a cache behind it slowed the passes on other multiprocessors as well. A warp loads by TMA,
-another one writes the decays of the chunk and clears rows behind its end, and two find ``dr . v`` and, at the ends of a
-sequence, ``<S, dS'>``: of the call's own states there, which are fp32, since a sequence of few tokens has little more
-in its dg.
+S and x come from the passes, or from the forward where it kept them (full residuals): then S as ``[K, V]``, and x in
+rows. A launch takes all chunks, or a band of those of a dense call (:mod:`.bands_backward`); a block walks over chunks
+of key heads. Two warpgroups have half of the columns of dq and dk each, and add up the value heads; of F, one has the
+part by do and q, the other the part by dr and k. They run the same instructions (a block is 128 threads by 3 groups, so
+that TileLang's layouts see one of them): as two copies these were more than the instruction cache of a multiprocessor
+holds, and what the misses took from a cache behind it slowed the passes on other multiprocessors as well. A warp loads
+by TMA, another one writes the decays of the chunk and clears rows behind its end, and two find ``dr . v`` and, at the
+ends of a sequence, ``<S, dS'>``: of the call's own states there, which are fp32, since a sequence of few tokens has
+little more in its dg.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 import tilelang.language as T  # noqa: N812 - TileLang's parser knows it by this name
 
 from chunkwise_tilelang.gated_delta_rule.schedules_backward import value_block
-from chunkwise_tilelang.tiles.sequences import band_slots, chunk_ends, chunk_rows
+from chunkwise_tilelang.tiles.sequences import band_slots, chunk_ends, chunk_rows, first_and_end, owner_of
 from chunkwise_tilelang.tiles.transposed import place
 
 _LOG2E = 1.4426950408889634
@@ -44,7 +45,7 @@ _CONFIGS = {
 
 def gradients(
     *, heads: int, value_heads: int, key_width: int, value_width: int, registers: tuple[int, int],
-    dtype: str, grad_dtype: str, g_dtype: str, beta_dtype: str, ragged: bool,
+    dtype: str, grad_dtype: str, g_dtype: str, beta_dtype: str, ragged: bool, full: bool,
 ) -> Any:  # fmt: skip
     """dq, dk ``[B, T, H, K]``, dg and dbeta; rows of padding are left as they are.
 
@@ -53,6 +54,8 @@ def gradients(
         registers: of a thread that computes, and of one that loads.
         dtype, grad_dtype, g_dtype, beta_dtype: of the activations; of dq and dk; of g and dg; of beta and dbeta.
         ragged: whether the chunks are found by offsets.
+        full: whether S and x are those of full residuals; the states of a ragged sequence then begin with the slot that
+            stands in ``first_slots``.
     """
     H, HV, K, V, C = heads, value_heads, key_width, value_width, 64
     R = HV // H  # value heads of a key head
@@ -63,6 +66,9 @@ def gradients(
     STAGED = K == VB == 128 and grad_dtype == dtype  # dq and dk leave through tiles of do and dr
     with_products, with_copies = registers
     B, TT, N0, N1, offsets, slots = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "offsets", "slots"))
+    firsts, state_slots = (T.dynamic(name) for name in ("firsts", "state_slots"))
+    x_shape = (B, TT, HV, V) if full else (slots, HV, C, V)
+    states_shape = (state_slots, HV, K, V) if full else (slots, HV, V, K)
 
     @T.macro
     def find(unit, where):
@@ -90,8 +96,12 @@ def gradients(
             for m in T.unroll(VB * KH // 1024, unroll_factor=2):
                 at = m * 128 + lane
                 n, row = at // (KH // 8) // 64, at // (KH // 8) % 64
-                for e in T.vectorized(8):
-                    s_eight[e] = s_s[half, n, row, at % (KH // 8) * 8 + e]
+                if full:
+                    for e in T.unroll(8):
+                        s_eight[e] = s_s[half, n, at % (KH // 8) * 8 + e, row]
+                else:
+                    for e in T.vectorized(8):
+                        s_eight[e] = s_s[half, n, row, at % (KH // 8) * 8 + e]
                 for e in T.vectorized(8):
                     ds_eight[e] = ds_s[half, n, row, at % (KH // 8) * 8 + e]
                 for e in T.unroll(8):
@@ -232,9 +242,15 @@ def gradients(
                 T.barrier_wait(ready_rows[p], item // 2 % 2)
                 T.barrier_wait(full_s[0], item % 2)
                 for n in range(NP):
-                    T.wgmma_gemm(rows_s[0, p, n, :, :], s_s[half, n, :, :], one, clear_accum=n == 0, policy=_ROWS)
+                    T.wgmma_gemm(
+                        rows_s[0, p, n, :, :], s_s[half, n, :, :], one,
+                        transpose_B=full, clear_accum=n == 0, policy=_ROWS,
+                    )  # fmt: skip
                 for n in range(NP):
-                    T.wgmma_gemm(rows_s[1, p, n, :, :], s_s[half, n, :, :], two, clear_accum=n == 0, policy=_ROWS)
+                    T.wgmma_gemm(
+                        rows_s[1, p, n, :, :], s_s[half, n, :, :], two,
+                        transpose_B=full, clear_accum=n == 0, policy=_ROWS,
+                    )  # fmt: skip
                 for t in T.Parallel(C):
                     from_start[t] = vec_s[p, 1, t]
                 for t in T.Parallel(C):
@@ -312,12 +328,24 @@ def gradients(
                 T.barrier_arrive(empty_rows[last])
 
     @T.macro
+    def state_slot(slot, where, first_slots):
+        """The slot of a chunk among the states of full residuals."""
+        cu_seqlens, sequences, steps, _ = where
+        found = T.alloc_var("int32")
+        found = slot
+        if ragged:
+            n = owner_of(slot, cu_seqlens, sequences, steps, TT, C)
+            found = first_slots[n] + slot - (first_and_end(cu_seqlens, n, TT)[0] // C + n)
+        return found
+
+    @T.macro
     def load(units, origin, stride, where, tensors, tiles, rings):
-        q, k, v, x, dr, d_o, states, d_states = tensors
+        q, k, v, x, dr, d_o, states, d_states, first_slots = tensors
         qk_s, v_s, s_s, ds_s, x_s, rows_s = tiles
         raw_qk, empty_qk, raw_rows, empty_rows, full_s, empty_s, full_ds, empty_ds, full_v, empty_v = rings
         for i in T.serial(units):
-            _, kept_slot, h, batch, first, _ = find(origin + i * stride, where)
+            slot, kept_slot, h, batch, first, _ = find(origin + i * stride, where)
+            entry = state_slot(slot, where, first_slots) if full else kept_slot
             for j in T.serial(ITEMS):
                 hv = h * R + j // NB
                 left = j % NB * VB
@@ -326,7 +354,10 @@ def gradients(
                 T.barrier_wait(empty_rows[p], (item // 2 + 1) % 2)
                 for n in T.unroll(NP):
                     at = left + n * 64
-                    T.tma_copy(x[kept_slot, hv, 0:C, at : at + 64], x_s[p, n, :, :], barrier=raw_rows[p])
+                    if full:
+                        T.tma_copy(x[batch, first : first + C, hv, at : at + 64], x_s[p, n, :, :], barrier=raw_rows[p])
+                    else:
+                        T.tma_copy(x[kept_slot, hv, 0:C, at : at + 64], x_s[p, n, :, :], barrier=raw_rows[p])
                     T.tma_copy(dr[kept_slot, hv, 0:C, at : at + 64], rows_s[1, p, n, :, :], barrier=raw_rows[p])
                     T.tma_copy(
                         d_o[batch, first : first + C, hv, at : at + 64], rows_s[0, p, n, :, :], barrier=raw_rows[p]
@@ -335,10 +366,16 @@ def gradients(
                 T.barrier_wait(empty_s[0], (item + 1) % 2)
                 for half in T.unroll(2):
                     for n in T.unroll(NP):
-                        T.tma_copy(
-                            states[kept_slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
-                            s_s[half, n, :, :], barrier=full_s[0],
-                        )  # fmt: skip
+                        if full:
+                            T.tma_copy(
+                                states[entry, hv, half * KH : half * KH + KH, left + n * 64 : left + n * 64 + 64],
+                                s_s[half, n, :, :], barrier=full_s[0],
+                            )  # fmt: skip
+                        else:
+                            T.tma_copy(
+                                states[kept_slot, hv, left + n * 64 : left + n * 64 + 64, half * KH : half * KH + KH],
+                                s_s[half, n, :, :], barrier=full_s[0],
+                            )  # fmt: skip
                 T.barrier_arrive(full_s[0])
                 T.barrier_wait(empty_ds[0], (item + 1) % 2)
                 for half in T.unroll(2):
@@ -372,7 +409,7 @@ def gradients(
     @T.macro
     def make_ready(units, origin, stride, where, tensors, tiles, rings):
         g_cumsum, beta = tensors
-        qk_s, rows_s, vec_s = tiles
+        qk_s, rows_s, x_s, vec_s = tiles
         raw_qk, ready_qk, raw_rows, ready_rows = rings
         total = T.alloc_var("float32")
         last = T.alloc_var("float32")
@@ -399,6 +436,8 @@ def gradients(
                         for m in T.unroll((C - rows) * VB // 32, unroll_factor=1):
                             at = m * 32 + lane
                             rows_s[0, p, at % NP, rows + at // VB, at % VB // NP] = 0
+                            if full:
+                                x_s[p, at % NP, rows + at // VB, at % VB // NP] = 0
                         T.fence_proxy_async()
                 T.barrier_arrive(ready_rows[p])
                 if j == 0:
@@ -442,6 +481,8 @@ def gradients(
                         for e in T.unroll(8):
                             if opens * has_initial != 0:
                                 exact[e] = initial[n, hv, c + e, left + tile * 64 + lane]
+                            elif full:
+                                exact[e] = s_s[c // KH, tile, c % KH + e, lane]
                             else:
                                 exact[e] = s_s[c // KH, tile, lane, c % KH + e]
                         for e in T.unroll(8):
@@ -489,10 +530,11 @@ def gradients(
         cu_seqlens: T.Tensor((offsets,), "int32"),
         initial: T.Tensor((N0, HV, K, V), "float32"),
         d_final: T.Tensor((N1, HV, K, V), "float32"),
-        states: T.Tensor((slots, HV, V, K), dtype),
+        states: T.Tensor(states_shape, dtype),
         d_states: T.Tensor((slots, HV, V, K), dtype),
-        x: T.Tensor((slots, HV, C, V), dtype),
+        x: T.Tensor(x_shape, dtype),
         dr: T.Tensor((slots, HV, C, V), dtype),
+        first_slots: T.Tensor((firsts,), "int32"),
         dq: T.Tensor((B, TT, H, K), grad_dtype),
         dk: T.Tensor((B, TT, H, K), grad_dtype),
         dg: T.Tensor((B, TT, HV), g_dtype),
@@ -513,7 +555,7 @@ def gradients(
         with T.Kernel(blocks, threads=(128, 3)) as block:
             qk_s = T.alloc_shared((2, 2, C, KH), dtype)
             v_s = T.alloc_shared((NP, C, 64), dtype)
-            s_s = T.alloc_shared((2, NP, 64, KH), dtype)
+            s_s = T.alloc_shared((2, NP, KH, 64) if full else (2, NP, 64, KH), dtype)
             ds_s = T.alloc_shared((2, NP, 64, KH), dtype)
             x_s = T.alloc_shared((2, NP, C, 64), dtype)
             rows_s = T.alloc_shared((2, 2, NP, C, 64), dtype)  # do and dr
@@ -561,13 +603,13 @@ def gradients(
                 T.set_max_nreg(with_copies, 0)
                 if tx < 32:
                     load(
-                        units, block, blocks, where, (q, k, v, x, dr, d_o, states, d_states),
+                        units, block, blocks, where, (q, k, v, x, dr, d_o, states, d_states, first_slots),
                         (qk_s, v_s, s_s, ds_s, x_s, rows_s),
                         (raw_qk, empty_qk, raw_rows, empty_rows, *states_rings, full_v, empty_v),
                     )  # fmt: skip
                 elif tx < 64:
                     make_ready(
-                        units, block, blocks, where, (g_cumsum, beta), (qk_s, rows_s, vec_s),
+                        units, block, blocks, where, (g_cumsum, beta), (qk_s, rows_s, x_s, vec_s),
                         (raw_qk, ready_qk, raw_rows, ready_rows),
                     )  # fmt: skip
                 else:

@@ -18,7 +18,8 @@ def passes(
     *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int,
     registers: tuple[int, int, int], dtype: str, beta_dtype: str, ragged: bool, segmented: bool,
 ) -> Any:  # fmt: skip
-    """S, dS', x and dr of every chunk, dv, and the gradient of the initial state. Half of the blocks go backwards.
+    """S, dS', x and dr of every chunk, dv, and the gradient of the initial state. Half of the blocks go backwards, or
+    all of them where ``directions`` is 1, which then leave dS', dr, dv and the gradient of the initial state alone.
 
     A block has a whole sequence, or a segment of one, whose entry state and whose exit state's gradient then stand in
     ``initial`` and ``d_final``, or a band of that. Where ``cuts`` is not 0 the band begins at one of the states that
@@ -119,10 +120,11 @@ def passes(
         has_final: T.int32,
         has_d_initial: T.int32,
         carries: T.int32,
+        directions: T.int32,
     ):
         T.annotate_pass_configs(CONFIGS)
         # The blocks that go backwards take longer: they come first.
-        with T.Kernel(N * HV * blocks, 2, threads=consumers + 256) as (block, direction):
+        with T.Kernel(N * HV * blocks, directions, threads=consumers + 256) as (block, direction):
             backwards = direction == 0
             n = block // blocks // HV
             hv = block // blocks % HV

@@ -8,10 +8,10 @@ diag(beta)`` from :mod:`.kernels`, G the gate sums, S the entry state and P the 
 Everything is kept transposed, V on the rows. Then the state, what is taken off v, and x are left operands of wgmma,
 which it reads from registers: from state to state nothing goes through shared memory. One warpgroup has 64 columns
 of V; ``groups`` of them share the chunk's tiles. A further warpgroup computes P, one chunk ahead, and clears rows
-behind the end of a sequence; the last loads by TMA and stores o.
+behind the end of a sequence; the last loads by TMA and stores o, and what full residuals keep: S and x of every chunk.
 
 Barriers, each with its own ring: raw (a chunk has arrived), ready (P is there, the chunk can be used), empty (the
-stage can be loaded again), free (P can be overwritten), o_full and o_empty (the output tile).
+stage can be loaded again), free (P can be overwritten), o_full and o_empty (the output tile, and so for S and x).
 """
 
 from typing import Any
@@ -43,12 +43,15 @@ def _put(out, scale, registers, tile, turn, group, full, empty):
 
 def fused(
     *, heads: int, value_heads: int, key_width: int, value_width: int, groups: int, stages: int,
-    registers: tuple[int, int, int], dtype: str, ragged: bool, segmented: bool,
+    registers: tuple[int, int, int], dtype: str, ragged: bool, segmented: bool, kept: bool,
 ) -> Any:  # fmt: skip
     """o and the final states, from the solved chunks.
 
     A block has a whole sequence, or a segment of one, whose entry state then stands in ``initial``. The states at the
     cuts of a sequence are left in ``entries``, which has ``cuts`` slots for each row of the batch, or none.
+
+    Where they are ``kept``, by blocks of one group, x is left in ``v_new`` and the entry state of every chunk in
+    ``states``; those of a ragged sequence from the slot on that stands in ``first_slots``.
 
     Args:
         heads, value_heads, key_width, value_width: H, HV, K, and V, a multiple of the columns of a block.
@@ -58,21 +61,37 @@ def fused(
         dtype: of the activations.
         ragged: whether the sequences are found by offsets.
         segmented: whether blocks have segments.
+        kept: whether S and x of every chunk are kept.
     """
     H, HV, K, V, C, S, G = heads, value_heads, key_width, value_width, 64, stages, groups
+    if kept and G > 1:
+        raise ValueError("a block of two groups has no shared memory for what is kept")
     blocks = V // (64 * G)
     consumers = 128 * G
     with_states, with_pairs, with_copies = registers
     overlapped = G == 1  # o of a chunk is stored behind the next chunk's first product; two groups lack the registers
     B, TT, N0, N1, N2 = (T.dynamic(name) for name in ("B", "TT", "N0", "N1", "N2"))
-    offsets, slots = (T.dynamic(name) for name in ("offsets", "slots"))
+    offsets, slots, firsts, state_slots = (T.dynamic(name) for name in ("offsets", "slots", "firsts", "state_slots"))
+
+    @T.macro
+    def keep_state(s, registers, tile, turn, full, empty):
+        """The entry state of a chunk into the tile that the storing warp waits for, K on its rows."""
+        at = T.alloc_var("int32")
+        for v, c in T.Parallel(64, K):
+            at = place(v, c)
+            registers[at] = s[v, c]
+        T.barrier_wait(empty[0], (turn + 1) % 2)
+        for step in T.unroll(K // 16):
+            store_transposed(registers, tile, step)
+        T.fence_proxy_async()
+        T.barrier_arrive(full[0])
 
     @T.macro
     def consume(group, tile, place_of, turns, scale, states, flags, k_s, q_s, v_s, m_s, p_s, d_s, rings):
         entry, leaving, hv, first, batch, start, cu_seqlens, cuts = place_of
         initial, final, entries = states
         has_initial, has_final = flags
-        ready, empty, free, o_full, o_empty = rings
+        ready, empty, free, o_full, o_empty, s_tile, x_tile, s_full, s_empty, x_full, x_empty = rings
         s = T.alloc_fragment((64, K), "float32")
         s_operand = T.alloc_fragment((64, K), dtype)
         taken = T.alloc_fragment((64, C), "float32")
@@ -85,6 +104,7 @@ def fused(
         from_start = T.alloc_fragment((C,), "float32")
         v_registers = T.alloc_local((32,), dtype)
         o_registers = T.alloc_local((32,), dtype)
+        s_registers = T.alloc_local((K // 2,), dtype)
         at = T.alloc_var("int32")
         cut = T.alloc_var("int32")
         slot = T.alloc_var("int32")
@@ -115,6 +135,8 @@ def fused(
                     entries[slot, hv, c, first + v] = s[v, c]
                 cut += ENTRY_CHUNKS
                 slot += 1
+            if kept:
+                keep_state(s_operand, s_registers, s_tile, i, s_full, s_empty)
             for v, t in T.Parallel(64, C):
                 at = place(v, t)
                 taken[v, t] = v_registers[at] - from_start[t] * taken[v, t]
@@ -130,6 +152,8 @@ def fused(
                 x_decayed[v, t] = x[v, t] * to_end[t]
             T.wgmma_gemm(x_decayed, k_s[stage, :, :], s, policy=_ROWS)
             T.copy(x, x_operand)
+            if kept:
+                _put(x, 1.0, o_registers, x_tile, i, 0, x_full, x_empty)
             T.wait_wgmma(1)
             for v, t in T.Parallel(64, C):
                 out[v, t] *= from_start[t]
@@ -202,6 +226,21 @@ def fused(
                         o[batch, left + t, hv, first + v] = tile[t, v]
             T.barrier_arrive(o_empty[group])
 
+    @T.macro
+    def store_states(tile, place_of, turns, where, states, full, empty):
+        hv, first = place_of
+        n, start, slot, cu_seqlens, first_slots = where
+        at = T.alloc_var("int32")
+        at = slot
+        if ragged:
+            opening = sequence_rows(n, cu_seqlens, TT, C, ragged)[1]
+            at = first_slots[n] + (start - opening) // C
+        for i in T.unroll(turns, unroll_factor=1):
+            T.barrier_wait(full[0], i % 2)
+            T.tma_copy(tile, states[at + i, hv, 0:K, first : first + 64])
+            T.tma_store_wait()
+            T.barrier_arrive(empty[0])
+
     @T.prim_func
     def gated_delta_rule_fused(
         q: T.Tensor((B, TT, H, K), dtype),
@@ -214,6 +253,9 @@ def fused(
         o: T.Tensor((B, TT, HV, V), dtype),
         final: T.Tensor((N1, HV, K, V), "float32"),
         entries: T.Tensor((N2, HV, K, V), "float32"),
+        v_new: T.Tensor((B, TT, HV, V), dtype),
+        states: T.Tensor((state_slots, HV, K, V), dtype),
+        first_slots: T.Tensor((firsts,), "int32"),
         N: T.int32,
         steps: T.int32,
         chunks: T.int32,
@@ -236,7 +278,9 @@ def fused(
             d_s = T.alloc_shared((S, 3, C), "float32")
             o_0 = T.alloc_shared((C, 64), dtype)
             o_1 = T.alloc_shared((C, 64), dtype)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_s, o_0, o_1)})
+            s_tile = T.alloc_shared((K, 64), dtype) if kept else o_0
+            x_tile = T.alloc_shared((C, 64), dtype) if kept else o_0
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_s, o_0, o_1, s_tile, x_tile)})
 
             raw = T.alloc_barrier(arrive_count=[32] * S)
             empty = T.alloc_barrier(arrive_count=[consumers] * S)
@@ -244,16 +288,20 @@ def fused(
             free = T.alloc_barrier(arrive_count=[consumers] * 2)
             o_full = T.alloc_barrier(arrive_count=[128] * G)
             o_empty = T.alloc_barrier(arrive_count=[32] * G)
+            s_full = T.alloc_barrier(arrive_count=[128]) if kept else o_full
+            s_empty = T.alloc_barrier(arrive_count=[32]) if kept else o_empty
+            x_full = T.alloc_barrier(arrive_count=[128]) if kept else o_full
+            x_empty = T.alloc_barrier(arrive_count=[32]) if kept else o_empty
 
             batch, start, length, slot, leaving, leaves = (T.alloc_var("int32") for _ in range(6))
             if segmented:
-                of, begin, count, chunk, ends = segment_rows(n, cu_seqlens, offsets - 1, steps, TT, C, chunks, ragged)
+                of, begin, count, chunk, last = segment_rows(n, cu_seqlens, offsets - 1, steps, TT, C, chunks, ragged)
                 batch = 0 if ragged else of
                 start = begin
                 length = count
                 slot = chunk
                 leaving = of
-                leaves = T.Select(ends == 1, has_final, 0)
+                leaves = T.Select(last == 1, has_final, 0)
             else:
                 row, begin, count, chunk = sequence_rows(n, cu_seqlens, TT, C, ragged)
                 batch = row
@@ -263,22 +311,22 @@ def fused(
                 leaving = n
                 leaves = has_final
             turns = T.ceildiv(length, C)
-            states = (initial, final, entries)
+            ends = (initial, final, entries)
             flags = (has_initial, leaves)
             where = (batch, start, cu_seqlens, cuts)
-            rings = (ready, empty, free, o_full, o_empty)
+            rings = (ready, empty, free, o_full, o_empty, s_tile, x_tile, s_full, s_empty, x_full, x_empty)
 
             tx = T.get_thread_binding()
             if tx < 128:
                 T.set_max_nreg(with_states, 1)
                 consume(
-                    0, o_0, (n, leaving, hv, first, *where), turns, scale, states, flags, k_s, q_s, v_s, m_s, p_s, d_s,
+                    0, o_0, (n, leaving, hv, first, *where), turns, scale, ends, flags, k_s, q_s, v_s, m_s, p_s, d_s,
                     rings,
                 )  # fmt: skip
             elif tx < consumers:
                 T.set_max_nreg(with_states, 1)
                 consume(
-                    G - 1, o_1, (n, leaving, hv, first + 64, *where), turns, scale, states, flags, k_s, q_s, v_s, m_s,
+                    G - 1, o_1, (n, leaving, hv, first + 64, *where), turns, scale, ends, flags, k_s, q_s, v_s, m_s,
                     p_s, d_s, rings,
                 )  # fmt: skip
             elif tx < consumers + 128:
@@ -307,5 +355,13 @@ def fused(
                 elif G == 2:
                     if tx < consumers + 224:
                         store(G - 1, o_1, (hv, first + 64), turns, batch, start, length, o, o_full, o_empty)
+                elif kept:
+                    if tx < consumers + 224:
+                        store(0, x_tile, (hv, first), turns, batch, start, length, v_new, x_full, x_empty)
+                    else:
+                        store_states(
+                            s_tile, (hv, first), turns, (leaving, start, slot, cu_seqlens, first_slots), states,
+                            s_full, s_empty,
+                        )  # fmt: skip
 
     return gated_delta_rule_fused

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chunkwise.autograd.residuals import entry_slots
+from chunkwise.autograd.residuals import chunk_slots, entry_slots
 from chunkwise.verifier.facts import Facts
-from chunkwise_tilelang.gated_delta_rule.schedules import SUMMARY_REGISTERS, Schedule
+from chunkwise_tilelang.gated_delta_rule.schedules import SUMMARY_REGISTERS, Schedule, keeping
 from chunkwise_tilelang.toolkit import compile as compiling
 
 # By name: importing TileLang takes longer than loading what an earlier process compiled.
 SOLVE = "chunkwise_tilelang.gated_delta_rule.kernels:solve"
 FUSED = "chunkwise_tilelang.gated_delta_rule.kernels_sm90:fused"
+WEIGHTS = "chunkwise_tilelang.gated_delta_rule.kernels_weights_sm90:weights"
 SUMMARISE = "chunkwise_tilelang.gated_delta_rule.kernels_split_sm90:summarise"
 COMPOSE = "chunkwise_tilelang.gated_delta_rule.kernels_split_sm90:compose"
 L2_NORMALISE = "chunkwise_tilelang.tiles.l2norm:l2_normalise"
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+LEAN, FULL = "gdn-wy64@2", "gdn-states64@1"
+"""The residual formats, of which the full one keeps S, x and w of every chunk beside what both keep."""
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Shape = tuple[int, int, int, int]
 
@@ -32,11 +35,18 @@ def _solve_constants(shape: Shape, dtypes: tuple[str, str, str], ragged: bool) -
     return {"heads": heads, "value_heads": value_heads, "key_width": key_width, "ragged": ragged, **names}
 
 
-def fused_constants(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> dict[str, Any]:
+def fused_constants(schedule: Schedule, shape: Shape, dtype: str, ragged: bool, kept: bool = False) -> dict[str, Any]:
     """The constants of the fused kernel for heads and widths ``(H, HV, K, V)``."""
+    if kept:
+        schedule = keeping(schedule, shape[2])
     sizes = dict(zip(("heads", "value_heads", "key_width", "value_width"), shape, strict=True))
     tiles = {"groups": schedule.groups, "stages": schedule.stages, "registers": schedule.registers}
-    return {**sizes, **tiles, "dtype": dtype, "ragged": ragged, "segmented": schedule.segment > 0}
+    return {**sizes, **tiles, "dtype": dtype, "ragged": ragged, "segmented": schedule.segment > 0, "kept": kept}
+
+
+def _weights_constants(shape: Shape, dtype: str, ragged: bool) -> dict[str, Any]:
+    heads, value_heads, key_width, _ = shape
+    return {"heads": heads, "value_heads": value_heads, "key_width": key_width, "dtype": dtype, "ragged": ragged}
 
 
 def split_work(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> list[compiling.Work]:
@@ -51,10 +61,12 @@ def split_work(schedule: Schedule, shape: Shape, dtype: str, ragged: bool) -> li
 
 
 @lru_cache(maxsize=256)
-def _launchers(schedule: Schedule, device: int, shape: Shape, dtypes: tuple[str, str, str], ragged: bool) -> Any:
+def _launchers(
+    schedule: Schedule, device: int, shape: Shape, dtypes: tuple[str, str, str], ragged: bool, kept: bool
+) -> Any:
     return (
         compiling.kernel(SOLVE, device, **_solve_constants(shape, dtypes, ragged)),
-        compiling.kernel(FUSED, device, **fused_constants(schedule, shape, dtypes[0], ragged)),
+        compiling.kernel(FUSED, device, **fused_constants(schedule, shape, dtypes[0], ragged, kept)),
     )
 
 
@@ -85,7 +97,7 @@ def slots_of(batch: int, rows: int, sequences: int, width: int, ragged: bool) ->
 def forward(
     schedule: Schedule, inputs: Any, save: str | None
 ) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
-    """``(o, final_state)`` and the residuals of the format ``save``, which is the lean one or None."""
+    """``(o, final_state)`` and the residuals of the format ``save``, if any."""
     q, k, v, g, beta, offsets = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.cu_seqlens
     batch, rows, value_heads, value_width = v.shape
     heads, key_width = k.shape[2:]
@@ -96,12 +108,7 @@ def forward(
     final = v.new_empty(state_shape, dtype=torch.float32) if inputs.output_final_state else None
     saved: dict[str, Tensor] = {}
     if save is not None:
-        saved["g_cumsum"] = torch.empty_like(g, dtype=torch.float32)
-        saved["inverse"] = v.new_empty(batch, rows, value_heads, chunk)
-        cuts = entry_slots({"T": rows, "C": chunk}, ragged)["entries"]
-        # In a ragged call some slots are no cut's; residuals have the same bits every time.
-        room = v.new_zeros if ragged else v.new_empty
-        saved["entry_states"] = room(batch, cuts, *state_shape[1:], dtype=torch.float32)
+        saved = _room(save, inputs, state_shape, chunk)
     if not sequences:
         return (o, final), saved
     if not rows:
@@ -115,26 +122,73 @@ def forward(
     decays = v.new_empty(slots, value_heads, 3, chunk, dtype=torch.float32)
     dtypes = (_DTYPES[v.dtype], _DTYPES[g.dtype], _DTYPES[beta.dtype])
     shape = (heads, value_heads, key_width, value_width)
-    launch_solve, launch_fused = _launchers(schedule, v.device.index, shape, dtypes, ragged)
+    launch_solve, launch_fused = _launchers(schedule, v.device.index, shape, dtypes, ragged, save == FULL)
     where = offsets if ragged else _never_read(v.device, torch.int32, (2,))
-    kept = saved or {
+    solving = saved or {
         "inverse": _never_read(v.device, v.dtype, (1, 1, value_heads, chunk)),
         "g_cumsum": _never_read(v.device, torch.float32, (1, 1, value_heads)),
     }
     steps = sequences.bit_length()
-    launch_solve(k, g, beta, where, solved, decays, kept["inverse"], kept["g_cumsum"], steps, int(bool(saved)))
+    launch_solve(k, g, beta, where, solved, decays, solving["inverse"], solving["g_cumsum"], steps, int(bool(saved)))
     absent = _never_read(v.device, torch.float32, (1, *state_shape[1:]))
     initial = inputs.initial_state
     places, chunks = sequences, schedule.segment
     if chunks:
         initial = _entry_states(schedule, inputs, (k, solved, decays, where), shape, steps)
         places = initial.shape[0]
+    if save == FULL:
+        launch_weights = compiling.kernel(WEIGHTS, v.device.index, **_weights_constants(shape, dtypes[0], ragged))
+        launch_weights(k, solved, decays, where, saved["w"], steps)
     entries, cuts = cut_states(saved, absent)
     launch_fused(
         q, k, v, solved, decays, where, absent if initial is None else initial, o, absent if final is None else final,
-        entries, places, steps, chunks, cuts, inputs.scale, int(initial is not None), int(final is not None),
+        entries, *kept_rows(saved, o, state_shape[1:]), first_slots(saved, where, rows, chunk),
+        places, steps, chunks, cuts, inputs.scale, int(initial is not None), int(final is not None),
     )  # fmt: skip
     return (o, final), saved
+
+
+def _room(save: str, inputs: Any, state_shape: tuple[int, ...], chunk: int) -> dict[str, Tensor]:
+    """The residuals of a format before anything is written; what no kernel writes is zero, every time."""
+    v, g, ragged = inputs.v, inputs.g, inputs.cu_seqlens is not None
+    batch, rows, value_heads, value_width = v.shape
+    sequences, _, key_width, _ = state_shape
+    room = v.new_zeros if ragged else v.new_empty  # rows of padding, and slots of no chunk
+    saved = {
+        "g_cumsum": torch.empty_like(g, dtype=torch.float32),
+        "inverse": v.new_empty(batch, rows, value_heads, chunk),
+    }
+    if save == LEAN:
+        cuts = entry_slots({"T": rows, "C": chunk}, ragged)["entries"]
+        return {**saved, "entry_states": room(batch, cuts, *state_shape[1:], dtype=torch.float32)}
+    slots = chunk_slots({"B": batch, "T": rows, "C": chunk, "N": sequences}, ragged)["slots"]
+    return {
+        **saved,
+        "w": room(batch, rows, value_heads, key_width),
+        "v_new": room(batch, rows, value_heads, value_width),
+        "states": room(slots, *state_shape[1:]),
+    }
+
+
+def kept_rows(saved: Mapping[str, Tensor], o: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """x and S of all chunks where they are kept; else what stands for them."""
+    if "states" not in saved:
+        return o, _never_read(o.device, o.dtype, (1, *widths))
+    return saved["v_new"], saved["states"]
+
+
+def first_slots(saved: Mapping[str, Tensor], where: Tensor, rows: int, chunk: int) -> Tensor:
+    """The slot of each sequence's first chunk among the kept states of a ragged call, where chunks are counted.
+
+    Offsets are clamped as the kernels clamp them. Read nowhere else, and then the offsets stand for it.
+    """
+    if "states" not in saved:
+        return where
+    offsets = where
+    starts = offsets[:-1].clamp(0, rows)
+    lengths = torch.maximum(offsets[1:].clamp(0, rows), starts) - starts
+    counts = (lengths + chunk - 1) // chunk
+    return (counts.cumsum(0) - counts).to(torch.int32)
 
 
 def cut_states(saved: Mapping[str, Tensor], absent: Tensor) -> tuple[Tensor, int]:

@@ -44,19 +44,23 @@ def split_work(shape: Shape, dtype: str, beta_dtype: str, ragged: bool) -> list[
     ]
 
 
-def gradients_constants(shape: Shape, dtypes: tuple[str, str, str], grad_dtype: str, ragged: bool) -> dict[str, Any]:
+def gradients_constants(
+    shape: Shape, dtypes: tuple[str, str, str], grad_dtype: str, ragged: bool, full: bool = False
+) -> dict[str, Any]:
     """The constants of the kernel of all products; the dtypes of the activations, the gates and beta."""
     names = dict(zip(("dtype", "g_dtype", "beta_dtype"), dtypes, strict=True))
-    rest = {"grad_dtype": grad_dtype, "registers": schedules_backward.GRADIENTS_REGISTERS, "ragged": ragged}
-    return {**dict(zip(_SIZES, shape, strict=True)), **names, **rest}
+    flags = {"ragged": ragged, "full": full}
+    rest = {"grad_dtype": grad_dtype, "registers": schedules_backward.GRADIENTS_REGISTERS}
+    return {**dict(zip(_SIZES, shape, strict=True)), **names, **rest, **flags}
 
 
 def _work(
-    groups: int, segmented: bool, shape: Shape, dtypes: tuple[str, str, str], grad_dtype: str, ragged: bool
-) -> list[compiling.Work]:
+    groups: int, segmented: bool, shape: Shape, dtypes: tuple[str, str, str], grad_dtype: str, ragged: bool,
+    full: bool = False,
+) -> list[compiling.Work]:  # fmt: skip
     activations, _, betas = dtypes
     return [
-        (GRADIENTS, gradients_constants(shape, dtypes, grad_dtype, ragged)),
+        (GRADIENTS, gradients_constants(shape, dtypes, grad_dtype, ragged, full)),
         (PASSES, passes_constants(groups, segmented, shape, activations, betas, ragged)),
         *(split_work(shape, activations, betas, ragged) if segmented else ()),
     ]
@@ -105,7 +109,7 @@ class _Kept(NamedTuple):
 def backward(
     schedule: Schedule, inputs: Any, residuals: Any, grads: tuple[Tensor | None, Tensor | None], needs: frozenset[str]
 ) -> dict[str, Tensor]:
-    """The gradients named in ``needs``, from the gradients of o and of final_state and the lean residuals."""
+    """The gradients named in ``needs``, from the gradients of o and of final_state."""
     q, k, v, offsets = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
     batch, rows, value_heads, value_width = v.shape
     heads, key_width = k.shape[2:]
@@ -127,9 +131,10 @@ def backward(
     grad_dtype = "float32" if norm else dtypes[0]
     index = v.device.index
     layout = schedules_backward.layout(sequences, batch * rows, shape[1:], _multiprocessors(index))
-    launchers = _launchers(index, layout[0], layout[1] > 0, shape, dtypes, grad_dtype, offsets is not None)
-    where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
     saved = residuals.tensors
+    full = "states" in saved
+    launchers = _launchers(index, layout[0], layout[1] > 0, shape, dtypes, grad_dtype, offsets is not None, full)
+    where = _never_read(v.device, torch.int32, (2,)) if offsets is None else offsets
     tensors = _Tensors(q, k, v, saved["inverse"], saved["g_cumsum"], inputs.beta, d_o, where)
     call = _Call(launchers, layout, tensors, inputs, _Ends(inputs.initial_state, d_final, d_initial), saved, needs)
     found = call.run()
@@ -148,7 +153,8 @@ class _Call:
     ) -> None:  # fmt: skip
         self.run_gradients, self.run_passes, *split = launchers
         self.groups, self.segment = layout
-        self.tensors, self.inputs, self.ends = tensors, inputs, ends
+        self.tensors, self.inputs, self.ends, self.saved = tensors, inputs, ends, saved
+        self.full = "states" in saved
         v, offsets = inputs.v, inputs.cu_seqlens
         batch, rows = v.shape[:2]
         self.sequences = batch if offsets is None else len(offsets) - 1
@@ -178,11 +184,12 @@ class _Call:
         return self.found
 
     def _plan(self) -> bands_backward.Plan:
-        """The bands of a call; of a ragged one all at once, for nobody here knows how long its sequences are."""
+        """The bands of a call; all at once where it is ragged, for nobody here knows how long its sequences are, and
+        where all states were kept, for memory was no matter."""
         v = self.inputs.v
         whole = -(-v.shape[1] // CHUNK)
         chunks = min(self.segment, whole) if self.segment else whole
-        if self.inputs.cu_seqlens is not None:
+        if self.inputs.cu_seqlens is not None or self.full:
             return bands_backward.at_once(whole, chunks)
         count = _multiprocessors(v.device.index)
         best = schedules_backward.bands(self.places, chunks, self.groups, self.widths, v.itemsize, count)
@@ -190,9 +197,11 @@ class _Call:
 
     def _room(self, slots: int) -> _Kept:
         v, (value_heads, key_width, value_width) = self.inputs.v, self.widths
-        states, d_states = (v.new_empty(slots, value_heads, value_width, key_width) for _ in range(2))
-        x, dr = (v.new_empty(slots, value_heads, CHUNK, value_width) for _ in range(2))
-        return _Kept(states, d_states, x, dr)
+        d_states = v.new_empty(slots, value_heads, value_width, key_width)
+        dr = v.new_empty(slots, value_heads, CHUNK, value_width)
+        if self.full:  # nobody writes S and x
+            return _Kept(d_states, d_states, dr, dr)
+        return _Kept(torch.empty_like(d_states), d_states, torch.empty_like(dr), dr)
 
     def _segment_ends(self, launchers: list[compiling.Launcher]) -> tuple[Tensor, Tensor]:
         """The entry states of all segments, and the gradients of their exit states: each [segments, HV, K, V]."""
@@ -225,7 +234,7 @@ class _Call:
         self.run_passes(
             *self.tensors, *states, *self.kept, self.found["v"], self.places, self.sequences.bit_length(),
             self.segment, plan.width, *band[:3], self.cuts if band.first else 0, self.inputs.scale,
-            *flags, int(not last),
+            *flags, int(not last), 1 if self.full else 2,
         )  # fmt: skip
         if last and plan.rooms == 1:
             self.entries = self.carried = None  # their memory can be that of dq: all kernels run in turn
@@ -239,9 +248,12 @@ class _Call:
         q, k, v, _, g_cumsum, beta, d_o, where = self.tensors
         plan, (states, flags) = self.plan, self._given(self.ends[:2])
         rounds = schedules_backward.GRADIENTS_ROUNDS if plan.rooms > 1 else 1
-        most = self.kept.x.shape[0] * k.shape[2]  # units: no chunk of a band is without a slot
+        most = self.kept.dr.shape[0] * k.shape[2]  # units: no chunk of a band is without a slot
+        kept, first_slots = self.kept, launch.first_slots(self.saved, where, v.shape[1], CHUNK)
+        if self.full:
+            kept = kept._replace(states=self.saved["states"], x=self.saved["v_new"])
         self.run_gradients(
-            q, k, v, g_cumsum, beta, d_o, where, *states, *self.kept,
+            q, k, v, g_cumsum, beta, d_o, where, *states, *kept, first_slots,
             *(self.found[name] for name in ("q", "k", "g", "beta")),
             self.inputs.scale, self.sequences.bit_length(), min(most, rounds * _multiprocessors(v.device.index)),
             plan.chunks, plan.width, *plan.bands[turn], *flags,

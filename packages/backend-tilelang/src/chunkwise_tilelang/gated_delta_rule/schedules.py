@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
@@ -55,11 +55,19 @@ class Schedule:
     summary_groups: int = 1
 
 
-def fused_bytes(key_width: int, groups: int, stages: int = STAGES) -> int:
-    """Shared memory of the fused kernel: q, k, v, the solved chunk and three fp32 rows a stage; pairs; outputs."""
+def fused_bytes(key_width: int, groups: int, stages: int = STAGES, kept: bool = False) -> int:
+    """Shared memory of the fused kernel: q, k, v, the solved chunk and three fp32 rows a stage; pairs; outputs; S and x
+    where they are kept."""
     a_stage = 2 * CHUNK * (2 * key_width + groups * GROUP_WIDTH + CHUNK) + 3 * 4 * CHUNK
     pairs, outputs = 2 * 2 * CHUNK * CHUNK, groups * 2 * CHUNK * GROUP_WIDTH
-    return stages * a_stage + pairs + outputs + _BARRIERS_BYTES
+    kept_bytes = 2 * GROUP_WIDTH * (key_width + CHUNK) if kept else 0
+    return stages * a_stage + pairs + outputs + kept_bytes + _BARRIERS_BYTES
+
+
+def keeping(schedule: Schedule, key_width: int) -> Schedule:
+    """The schedule of a forward that keeps S and x of every chunk: two groups have no shared memory for that."""
+    need = fused_bytes(key_width, 1, schedule.stages, kept=True)
+    return replace(schedule, groups=1, registers=REGISTERS[1], shared_memory_bytes=need)
 
 
 def summarise_bytes(key_width: int, groups: int, stages: int = STAGES) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from chunkwise_tilelang.gated_delta_rule import schedules, schedules_backward
@@ -12,6 +13,7 @@ from chunkwise_tilelang.gated_delta_rule.kernels_passes_sm90 import passes
 from chunkwise_tilelang.gated_delta_rule.kernels_sm90 import fused
 from chunkwise_tilelang.gated_delta_rule.kernels_split_sm90 import compose, summarise
 from chunkwise_tilelang.gated_delta_rule.kernels_summaries_sm90 import summarise_passes
+from chunkwise_tilelang.gated_delta_rule.kernels_weights_sm90 import weights
 from chunkwise_tilelang.tiles.l2norm import l2_normalise, l2_normalise_backward
 from chunkwise_tilelang.toolkit.variants import Variant
 
@@ -26,6 +28,10 @@ _PASSES_SPILL_BYTES = {1: 0, 2: 400}
 _GRADIENTS_SPILL_BYTES = 500
 
 # Of the solving kernel by the value heads that it takes together, with K = 128; no schedule chooses between them.
+# Where S and x are kept, those that copy find what they store and where: a few addresses, and once a chunk.
+_KEPT_SPILL_BYTES = 110
+_DTYPES = ("bfloat16", "float16")
+_WEIGHTS_BYTES = {64: 16_384, 128: 24_576}
 _SOLVE_BYTES = {1: 16_896, 2: 20_480}
 
 
@@ -38,6 +44,7 @@ def variants(whole: bool) -> Sequence[Variant]:
     found += [_summarise_passes(*choice) for choice in _passes_summaries(whole)]
     found += [_passes(*choice) for choice in (_choices(whole) if whole else _choices(whole)[:2])]
     found += [_gradients(*choice) for choice in _gradients_choices(whole)]
+    found += _full(whole)
     width = {"width": 128, "dtype": "bfloat16"}
     found.append(Variant("gated delta rule, L2 norm", l2_normalise, width, _ARCH, 0))
     return [*found, Variant("gated delta rule, gradient of the L2 norm", l2_normalise_backward, width, _ARCH, 0)]
@@ -60,11 +67,30 @@ def _fused(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
         **_HEADS,
         **{"key_width": key_width, "value_width": 128, "groups": groups, "stages": schedules.STAGES},
         **{"registers": schedules.REGISTERS[groups], "dtype": dtype, "ragged": ragged},
-        "segmented": ragged,
+        **{"segmented": ragged, "kept": False},
     }
     name = f"gated delta rule, fused, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
     spills = (_SEGMENTS_SPILL_BYTES if ragged else _SPILL_BYTES)[groups]
     return Variant(name, fused, constants, _ARCH, schedules.fused_bytes(key_width, groups), spills)
+
+
+def _full(whole: bool) -> list[Variant]:
+    """What full residuals change: the forward keeps S and x, the gradients read them, and w is left for others."""
+    found = []
+    every = [(key_width, ragged, d) for key_width in (64, 128) for ragged in (False, True) for d in _DTYPES]
+    for key_width, ragged, dtype in every if whole else [(128, True, "bfloat16")]:
+        kind = f"K {key_width}, {'ragged' if ragged else 'dense'}, {dtype}"
+        like = _fused(key_width, 1, ragged, dtype)
+        name, constants = f"gated delta rule, fused, all kept, {kind}", {**like.constants, "kept": True}
+        need = schedules.fused_bytes(key_width, 1, kept=True)
+        found.append(Variant(name, fused, constants, _ARCH, need, _KEPT_SPILL_BYTES))
+        like = _gradients(key_width, 128, ragged, dtype)
+        constants = {**like.constants, "full": True}
+        name = f"gated delta rule, gradients of what was kept, {kind}"
+        found.append(replace(like, name=name, constants=constants))
+        sizes = {**_HEADS, "key_width": key_width, "dtype": dtype, "ragged": ragged}
+        found.append(Variant(f"gated delta rule, weights, {kind}", weights, sizes, _ARCH, _WEIGHTS_BYTES[key_width]))
+    return found
 
 
 def _passes(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
@@ -96,7 +122,7 @@ def _gradients(key_width: int, value_width: int, ragged: bool, dtype: str) -> Va
         **_HEADS,
         **{"key_width": key_width, "value_width": value_width, "dtype": dtype, "grad_dtype": dtype},
         **{"g_dtype": "float32", "beta_dtype": dtype, "ragged": ragged},
-        **{"registers": schedules_backward.GRADIENTS_REGISTERS},
+        **{"registers": schedules_backward.GRADIENTS_REGISTERS, "full": False},
     }
     name = f"gated delta rule, gradients, K {key_width}, V {value_width}, {'ragged' if ragged else 'dense'}, {dtype}"
     need = schedules_backward.gradients_bytes(key_width, value_width)

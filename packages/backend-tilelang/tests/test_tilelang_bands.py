@@ -310,14 +310,15 @@ def test_first_slots_of_kept_states(offsets: tuple[int, ...]) -> None:
     from chunkwise_tilelang.gated_delta_rule import launch  # imports the toolkit
 
     rows, where = 320, torch.tensor(offsets, dtype=torch.int32)
-    found = launch.first_slots({"states": where}, where, rows, CHUNK)
+    v = torch.zeros(1, rows)
+    found = launch.first_slots({"states": v}, where, v, CHUNK)
     assert found.dtype == torch.int32
     if list(offsets) == sorted(offsets) and offsets[0] == 0:
         counts = [-(-(b - a) // CHUNK) for a, b in itertools.pairwise(offsets)]
         assert found.tolist() == [0, *itertools.accumulate(counts)][:-1]
     most = chunk_slots({"B": 1, "T": rows, "C": CHUNK, "N": len(offsets) - 1}, True)["slots"]
     assert 0 <= int(found.min()) <= int(found.max()) <= most
-    assert launch.first_slots({}, where, rows, CHUNK) is where
+    assert launch.first_slots({}, where, v, CHUNK) is launch.first_slots({"states": v}, None, v, CHUNK)  # not read
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["passes-first", "passes-last"])

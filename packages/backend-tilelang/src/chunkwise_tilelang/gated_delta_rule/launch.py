@@ -142,7 +142,7 @@ def forward(
     entries, cuts = cut_states(saved, absent)
     launch_fused(
         q, k, v, solved, decays, where, absent if initial is None else initial, o, absent if final is None else final,
-        entries, *kept_rows(saved, o, state_shape[1:]), first_slots(saved, where, rows, chunk),
+        entries, *kept_rows(saved, o, state_shape[1:]), first_slots(saved, offsets, v, chunk),
         places, steps, chunks, cuts, inputs.scale, int(initial is not None), int(final is not None),
     )  # fmt: skip
     return (o, final), saved
@@ -177,14 +177,14 @@ def kept_rows(saved: Mapping[str, Tensor], o: Tensor, widths: Sequence[int]) -> 
     return saved["v_new"], saved["states"]
 
 
-def first_slots(saved: Mapping[str, Tensor], where: Tensor, rows: int, chunk: int) -> Tensor:
+def first_slots(saved: Mapping[str, Tensor], offsets: Tensor | None, like: Tensor, chunk: int) -> Tensor:
     """The slot of each sequence's first chunk among the kept states of a ragged call, where chunks are counted.
 
-    Offsets are clamped as the kernels clamp them. Read nowhere else, and then the offsets stand for it.
+    Offsets are clamped as the kernels clamp them. No other call reads it. ``like`` is of ``[B, T, ...]``.
     """
-    if "states" not in saved:
-        return where
-    offsets = where
+    if offsets is None or "states" not in saved:
+        return _never_read(like.device, torch.int32, (2,))
+    rows = like.shape[1]
     starts = offsets[:-1].clamp(0, rows)
     lengths = torch.maximum(offsets[1:].clamp(0, rows), starts) - starts
     counts = (lengths + chunk - 1) // chunk

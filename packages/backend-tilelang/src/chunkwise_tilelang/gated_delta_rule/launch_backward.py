@@ -249,7 +249,7 @@ class _Call:
         plan, (states, flags) = self.plan, self._given(self.ends[:2])
         rounds = schedules_backward.GRADIENTS_ROUNDS if plan.rooms > 1 else 1
         most = self.kept.dr.shape[0] * k.shape[2]  # units: no chunk of a band is without a slot
-        kept, first_slots = self.kept, launch.first_slots(self.saved, where, v.shape[1], CHUNK)
+        kept, first_slots = self.kept, launch.first_slots(self.saved, self.inputs.cu_seqlens, v, CHUNK)
         if self.full:
             kept = kept._replace(states=self.saved["states"], x=self.saved["v_new"])
         self.run_gradients(

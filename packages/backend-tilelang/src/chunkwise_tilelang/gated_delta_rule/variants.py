@@ -27,10 +27,12 @@ _PASSES_SPILL_BYTES = {1: 0, 2: 400}
 # What is used once a chunk lies in memory meanwhile: NOTES.md.
 _GRADIENTS_SPILL_BYTES = 500
 
-# Of the solving kernel by the value heads that it takes together, with K = 128; no schedule chooses between them.
-# Where S and x are kept, those that copy find what they store and where: a few addresses, and once a chunk.
+# Where S and x are kept: a few addresses of those that copy, and with K = 128 of those that have states.
 _KEPT_SPILL_BYTES = 110
 _DTYPES = ("bfloat16", "float16")
+
+# Of kernels that no schedule chooses between: of the weights by K, of the solving kernel by the value heads that it
+# takes together, with K = 128.
 _WEIGHTS_BYTES = {64: 16_384, 128: 24_576}
 _SOLVE_BYTES = {1: 16_896, 2: 20_480}
 

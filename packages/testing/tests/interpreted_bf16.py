@@ -150,7 +150,7 @@ def main():
     torch.manual_seed(1)
     found["tf32x3"] = in_parts()
     found["exp"] = {str(largest): exponential_error(largest) for largest in (0.5, 75)}
-    found["cut off"] = {str(k): cut_off(k) for k in (128, 1024)}
+    found["cut off"] = {str(k): cut_off(k) for k in (512, 2048)}
     interpreter.round_like_a_gpu()
     torch.manual_seed(1)
     found["tf32x3 again"] = in_parts()

@@ -60,7 +60,7 @@ def test_wrong_is_seen_and_mended(found):
 
 def test_sums_of_products_are_cut_off(found):
     """The longer the sum, the more; all of them towards zero."""
-    short, long = found["cut off"]["128"], found["cut off"]["1024"]
+    short, long = found["cut off"]["512"], found["cut off"]["2048"]
     assert 0 < short["mean"] < long["mean"]
     assert long["above"] == 0
 

@@ -26,6 +26,8 @@ _SIZE = 16
 _LOG2E = 1.4426950408889634
 _TOGETHER = 8
 """Columns of tf32 that a tensor core multiplies at once."""
+_DIGITS_OF_FP32 = ~((1 << 29) - 1)
+"""Of the bits of an fp64 number."""
 _NEAREST = (1.00390625, 1.01171875, -1.998046875, 3e38, 1e-40, -0.0, float("inf"), float("nan"))
 """Ties to even below and above, a carry into the exponent, the ends of the range."""
 
@@ -106,27 +108,26 @@ def _rounding_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
             return dot(builder, a, b, d, precision, *others)
         with np.errstate(invalid="ignore", over="ignore"):  # of what is infinite, the lower part is no number
             (a_high, a_low), (b_high, b_low) = _parts(a.data), _parts(b.data)
-            low = _summed(_summed(np.zeros(d.data.shape, np.float32), a_low, b_high), a_high, b_low)
-            low = np.where(np.isnan(low), np.float32(0), low)
-            return TensorHandle(_summed(low, a_high, b_high) + d.data, d.dtype.scalar)
+            low = _summed(_summed(np.zeros(d.data.shape), a_low, b_high), a_high, b_low)
+            high = _summed(np.where(np.isnan(low), 0.0, low), a_high, b_high)
+            return TensorHandle(high.astype(np.float32) + d.data, d.dtype.scalar)
 
     create_dot.exact = dot  # type: ignore[attr-defined]
     return create_dot
 
 
 def _summed(total: Any, a: Any, b: Any) -> Any:
-    """``total + a @ b``, eight columns of a at a time; what does not fit fp32 after each of them is cut off."""
+    """``total + a @ b`` in fp64, eight columns of a at a time; after each of them digits behind fp32's are cut off."""
     for first in range(0, a.shape[-1], _TOGETHER):
         these = slice(first, first + _TOGETHER)
-        exact = total.astype(np.float64) + a[..., these].astype(np.float64) @ b[..., these, :].astype(np.float64)
-        nearest = exact.astype(np.float32)
-        total = np.where(np.abs(nearest) > np.abs(exact), np.nextafter(nearest, np.float32(0)), nearest)
+        total = total + a[..., these] @ b[..., these, :]
+        total = (total.view(np.int64) & _DIGITS_OF_FP32).view(np.float64)
     return total
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
     high = _tf32(x)
-    return high, _tf32(x - high)
+    return high.astype(np.float64), _tf32(x - high).astype(np.float64)
 
 
 def _tf32(x: Any) -> Any:

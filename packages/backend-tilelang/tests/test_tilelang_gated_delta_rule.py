@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,43 @@ def test_the_backward_must_fit_only_where_it_follows() -> None:
     assert refused == DoesNotFit(schedules_backward.backward_bytes(128, 128), forward)
     whole = facts(HOPPER.shared_memory_bytes, frozenset({"q"}))
     assert isinstance(schedules_backward.schedule(whole), schedules.Schedule)
+
+
+@pytest.mark.parametrize("key_width", [64, 128])
+def test_what_keeps_all_states_fits_hopper(key_width: int) -> None:
+    lean = schedules.schedule(facts(HOPPER.shared_memory_bytes, frozenset({"q"})).with_size("K", key_width))
+    assert isinstance(lean, schedules.Schedule)
+    kept = schedules.keeping(lean, key_width)
+    assert kept.groups == 1
+    assert schedules.fused_bytes(key_width, 1) < kept.shared_memory_bytes <= HOPPER.shared_memory_bytes
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "delta_rule"])
+@pytest.mark.parametrize("parts", [("forward",), ("backward",), ("forward", "backward")])
+def test_what_a_call_of_each_format_compiles(monkeypatch: pytest.MonkeyPatch, op: str, parts: tuple[str, ...]) -> None:
+    """Before it runs: the forward that keeps all states, w, and the gradients from what was kept."""
+    from chunkwise_tilelang.gated_delta_rule import launch_backward  # imports the toolkit
+
+    work: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch_backward, "_multiprocessors", lambda index: 132)
+    monkeypatch.setattr(launch_backward.compiling, "build", lambda found, index: work.extend(found))
+    table = importlib.import_module(f"chunkwise_tilelang.{op}.implementations").FUSED
+    call = facts(HOPPER.shared_memory_bytes, frozenset({"q"}))
+    flags = {"ragged": True, "use_qk_l2norm_in_kernel": False, "output_final_state": True}
+    call = dataclasses.replace(call, dtypes={**call.dtypes, "g": "fp32", "beta": "bf16"}, flags=flags)
+    found = {}
+    for kept in table.residuals:
+        given = dataclasses.replace(call, residuals=kept)
+        table.function("compile")(table.schedule(given), given, parts)
+        found[kept] = {str(builder).rpartition(":")[2]: constants for builder, constants in work}
+        work.clear()
+    lean, full = found.values()
+    own = {"forward": {"weights": {}, "fused": {"kept": True}}, "backward": {"gradients": {"full": True}}}
+    expected = {name: constants for part in parts for name, constants in own[part].items()}
+    changed = {name for name in full if full[name] != lean.get(name)}
+    assert changed == expected.keys()
+    assert all(constants.items() <= full[name].items() for name, constants in expected.items())
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -19,6 +19,7 @@ from chunkwise.dispatcher.cache import ROUTES, RouteCache
 from chunkwise.dispatcher.registry import Backend, Finding, Need, Registry, registry
 from chunkwise.verifier import rules
 from chunkwise.verifier.evidence import Row
+from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.refusal import DoesNotFit
 from chunkwise_testing.fakes import installed
 
@@ -317,12 +318,15 @@ def test_a_compile_failure_quarantines_warns_once_and_the_next_runs(inputs, vari
 
 def test_the_backward_is_compiled_before_the_forward_runs(inputs, variant):
     asked = []
-    hook = {"record": lambda schedule, facts, parts: asked.append(parts)}
+    hook = {"record": lambda schedule, facts, parts: asked.append((parts, facts.residuals))}
     with installed("fake", [variant(FAST, rank=1, compile="fake_fake:record")], functions=hook):
         gdn(**inputs)
         inputs["q"].requires_grad_()
         gdn(**inputs)
-    assert asked == [("forward",), ("forward", "backward")]
+        with chunkwise.prefer(residuals="full"):
+            gdn(**inputs)
+    both = ("forward", "backward")
+    assert asked == [(("forward",), None), (both, "gdn-wy64@2"), (both, "gdn-states64@1")]
 
 
 def test_a_forced_implementation_that_fails_to_compile_raises(inputs, variant):
@@ -383,7 +387,7 @@ def test_kernels_are_compiled_for_the_device_of_the_tensors(monkeypatch):
     monkeypatch.setattr(failure, "compile_kernels", lambda *work: seen.append(current[0]))
     monkeypatch.setattr(failure, "_compiles", lambda route: [(None, None, ("forward",))])
     for index in (1, None):
-        assert failure.prepare(SimpleNamespace(device_index=index, forced=False), None)
+        assert failure.prepare(SimpleNamespace(device_index=index, forced=False, format=None), Facts("op"))
     assert seen == [1, 0]
     assert current == [0]
 

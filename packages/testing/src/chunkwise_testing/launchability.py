@@ -84,10 +84,11 @@ def compile_all(work: list[tuple[Pair, Facts]], threads: int = 4) -> int:
     jobs = {}
     for pair, facts in work:
         forward, backward = pair.implementations
+        facts = dataclasses.replace(facts, residuals=pair.format if facts.needs else None)
         for implementation, part in ((forward, "forward"), (backward, "backward")):
             verdict = implementation.judge(facts)
             if implementation.compile is not None and not verdict.hard:
-                jobs[implementation.name, repr(verdict.schedule), part] = (
+                jobs[implementation.name, repr(verdict.schedule), pair.format, part] = (
                     implementation,
                     verdict.schedule,
                     facts,

@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 from chunkwise.verifier.facts import Facts
-from chunkwise_tilelang.delta_rule.implementations import as_gated
+from chunkwise_tilelang.delta_rule.implementations import GATED, as_gated
 from chunkwise_tilelang.gated_delta_rule import launch, launch_backward
 from chunkwise_tilelang.gated_delta_rule.schedules import Schedule
-
-_GATED = {"delta-wy64@2": launch.LEAN, "delta-states64@1": launch.FULL}
 
 
 def forward(
     schedule: Schedule, inputs: Any, save: str | None
 ) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
     """``(o, final_state)`` and the residuals of the format ``save``, if any."""
-    outputs, saved = launch.forward(schedule, _with_gates(inputs), None if save is None else _GATED[save])
+    outputs, saved = launch.forward(schedule, _with_gates(inputs), None if save is None else GATED[save])
     return outputs, {name: kept for name, kept in saved.items() if name != "g_cumsum"}
 
 

@@ -6,6 +6,9 @@ from chunkwise.verifier.implementation import Implementation
 from chunkwise.verifier.rules import dtype, one_of, same_dtype, size_at_most, size_multiple_of
 from chunkwise_tilelang.gated_delta_rule import schedules, schedules_backward
 
+LEAN, FULL = "gdn-wy64@2", "gdn-states64@1"
+"""The residual formats, of which the full one keeps S, x and w of every chunk beside what both keep."""
+
 REQUIRES = (
     one_of("K", 64, 128),  # the state of 64 columns of V stands in a warpgroup's registers
     size_multiple_of("V", schedules.GROUP_WIDTH),
@@ -25,7 +28,7 @@ FUSED = Implementation(
     forward="chunkwise_tilelang.gated_delta_rule.launch:forward",
     backward="chunkwise_tilelang.gated_delta_rule.launch_backward:backward",
     compile="chunkwise_tilelang.gated_delta_rule.launch_backward:compile",
-    residuals=("gdn-wy64@2", "gdn-states64@1"),
+    residuals=(LEAN, FULL),
 )
 
 IMPLEMENTATIONS = (FUSED,)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from chunkwise.autograd.residuals import chunk_slots, entry_slots
 from chunkwise.verifier.facts import Facts
+from chunkwise_tilelang.gated_delta_rule.implementations import FULL, LEAN
 from chunkwise_tilelang.gated_delta_rule.schedules import SUMMARY_REGISTERS, Schedule, keeping
 from chunkwise_tilelang.toolkit import compile as compiling
 
@@ -23,8 +24,6 @@ COMPOSE = "chunkwise_tilelang.gated_delta_rule.kernels_split_sm90:compose"
 L2_NORMALISE = "chunkwise_tilelang.tiles.l2norm:l2_normalise"
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-LEAN, FULL = "gdn-wy64@2", "gdn-states64@1"
-"""The residual formats, of which the full one keeps S, x and w of every chunk beside what both keep."""
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Shape = tuple[int, int, int, int]
 
@@ -226,11 +225,13 @@ def forward_work(schedule: Schedule, facts: Facts) -> list[compiling.Work]:
     heads, value_heads, key_width, value_width = (facts.size(axis) for axis in ("H", "HV", "K", "V"))
     shape = (heads, value_heads, key_width, value_width)
     activations, gates, betas = (_SHORT[facts.dtypes[name]] for name in ("v", "g", "beta"))
-    ragged = bool(facts.flag("ragged"))
+    ragged, full = bool(facts.flag("ragged")), facts.residuals == FULL
     work: list[compiling.Work] = [
         (SOLVE, _solve_constants(shape, (activations, gates, betas), ragged)),
-        (FUSED, fused_constants(schedule, shape, activations, ragged)),
+        (FUSED, fused_constants(schedule, shape, activations, ragged, full)),
     ]
+    if full:
+        work.append((WEIGHTS, _weights_constants(shape, activations, ragged)))
     if schedule.segment:
         work += split_work(schedule, shape, activations, ragged)
     if facts.flag("use_qk_l2norm_in_kernel"):

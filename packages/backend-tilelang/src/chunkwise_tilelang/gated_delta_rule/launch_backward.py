@@ -11,6 +11,7 @@ from torch import Tensor
 
 from chunkwise.verifier.facts import Facts
 from chunkwise_tilelang.gated_delta_rule import bands_backward, launch, schedules_backward
+from chunkwise_tilelang.gated_delta_rule.implementations import FULL
 from chunkwise_tilelang.gated_delta_rule.launch import _DTYPES, _SHORT, Shape, _never_read, _normalised, slots_of
 from chunkwise_tilelang.gated_delta_rule.schedules import CHUNK, Schedule
 from chunkwise_tilelang.toolkit import compile as compiling
@@ -292,7 +293,8 @@ def compile(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
         rows = facts.size("B") * facts.size("T")
         groups, segment = schedules_backward.layout(facts.size("N"), rows, shape[1:], count)
         grad_dtype = "float32" if norm else dtypes[0]
-        work += _work(groups, segment > 0, shape, dtypes, grad_dtype, bool(facts.flag("ragged")))
+        ragged, full = bool(facts.flag("ragged")), facts.residuals == FULL
+        work += _work(groups, segment > 0, shape, dtypes, grad_dtype, ragged, full)
         if norm:
             work.append((L2_NORMALISE_BACKWARD, {"width": shape[2], "dtype": dtypes[0]}))
     compiling.build(work, torch.cuda.current_device())

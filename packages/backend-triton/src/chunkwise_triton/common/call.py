@@ -156,7 +156,7 @@ def build_once(
         return
     axes, flags = decisive
     sizes = (facts.size(axis) for axis in axes)
-    known = (*sizes, *map(facts.flag, flags), *sorted(facts.dtypes.items()), facts.needs, *parts)
+    known = (*sizes, *map(facts.flag, flags), *sorted(facts.dtypes.items()), facts.needs, facts.residuals, *parts)
     key = (build, torch.cuda.current_device(), schedule, *known)
     if key not in _WARM:
         warm(lambda: build(schedule, facts, parts))

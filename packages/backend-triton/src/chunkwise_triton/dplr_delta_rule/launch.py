@@ -173,8 +173,8 @@ _AXES = dict.fromkeys(("q", "k", "a", "b", "gk"), "B T H K") | {"v": "B T H V", 
 
 def _build(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, _OPTIONS)
-    full = facts.flag("disable_recompute")
-    save = f"dplr-{'states' if full else 'wy'}{schedule.chunk_size}@1"
+    kept = "states" if facts.flag("disable_recompute") else "wy"
+    save = facts.residuals or f"dplr-{kept}{schedule.chunk_size}@1"
     (o, final), saved = forward(schedule, inputs, save if facts.needs else None)
     if "backward" in parts:
         backward(schedule, inputs, SimpleNamespace(tensors=saved), (o, final), facts.needs)

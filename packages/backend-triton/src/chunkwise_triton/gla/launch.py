@@ -147,8 +147,9 @@ _AXES = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "g": "B T H K", "initia
 def _build(schedule: Split, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, ("output_final_state",))
     if "forward" in parts:
-        forward(schedule, inputs, LEAN if facts.needs else None)
+        forward(schedule, inputs, (facts.residuals or LEAN) if facts.needs else None)
     if "backward" in parts:
         final = inputs.v.float() if inputs.output_final_state else None  # kernels are compiled by dtype, not by shape
-        residuals = SimpleNamespace(tensors={"g_cumsum": inputs.g.float()})
+        states = {"states": inputs.v.float()} if facts.residuals == FULL else {}
+        residuals = SimpleNamespace(tensors={"g_cumsum": inputs.g.float(), **states})
         backward(schedule, inputs, residuals, (inputs.v, final), facts.needs)

@@ -126,7 +126,7 @@ _AXES = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "g": "B T H", "initial_
 
 def _build(schedule: Split | Fused, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, ("output_final_state",))
-    save = LEAN if facts.needs else None
+    save = (facts.residuals or LEAN) if facts.needs else None
     if isinstance(schedule, Fused):
         forward_fused(schedule, inputs, save)
         return
@@ -134,4 +134,5 @@ def _build(schedule: Split | Fused, facts: Facts, parts: Sequence[str]) -> None:
         forward(schedule, inputs, save)
     if "backward" in parts:
         final = inputs.v.float() if inputs.output_final_state else None  # kernels are compiled by dtype, not by shape
-        backward(schedule, inputs, SimpleNamespace(tensors={}), (inputs.v, final), facts.needs)
+        saved = {"states": inputs.v.float()} if save == FULL else {}
+        backward(schedule, inputs, SimpleNamespace(tensors=saved), (inputs.v, final), facts.needs)

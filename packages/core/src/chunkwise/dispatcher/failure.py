@@ -7,6 +7,7 @@ into quarantine for this process, with one warning, and the next one runs. Anyth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ def attempt(run: Callable[[Route, Sequence[Any]], Any], route: Route, tensors: S
 
 def prepare(route: Route, facts: Any) -> bool:
     """Compile a route's kernels, the backward's too, before anything is launched. False: try another route."""
+    facts = dataclasses.replace(facts, residuals=route.format.name if route.format else None)
     for implementation, schedule, parts in _compiles(route):
         with contextlib.nullcontext() if route.device_index is None else torch.cuda.device(route.device_index):
             cause = compile_kernels(implementation, schedule, facts, parts)

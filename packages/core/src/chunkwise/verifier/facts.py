@@ -22,6 +22,7 @@ class Facts:
         dtypes: argument name to short dtype name, for the tensors that are given.
         flags: option name to value, and ``ragged``.
         needs: the arguments whose gradient is asked for.
+        residuals: the format that the forward saves, where a route with gradients has been chosen.
     """
 
     op: str
@@ -30,6 +31,7 @@ class Facts:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
+    residuals: str | None = None
 
     def size(self, axis: str) -> int:
         """The size of an axis."""

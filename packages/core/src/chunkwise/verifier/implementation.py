@@ -44,7 +44,8 @@ class Implementation:
         requires, promises, slower: the rules, by the kind of refusal that they give.
         compile: ``module:function`` of ``compile(schedule, facts, parts)``; builds kernels before the first
             launch and raises :class:`chunkwise.errors.CompileFailure`. ``parts`` holds ``forward``,
-            ``backward`` or both.
+            ``backward`` or both, ``facts.residuals`` the format between them; ahead of any call, None for the
+            op's default.
         atomic: results may differ in the last bits from run to run.
     """
 

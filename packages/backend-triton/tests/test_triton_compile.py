@@ -75,7 +75,9 @@ DPLR = {
 KERNELS = {"gated_delta_rule": DELTA_RULE, "delta_rule": DELTA_RULE, "simple_gla": SIMPLE_GLA, "no_gate": SIMPLE_GLA}
 KERNELS["gla"] = GLA
 KERNELS |= {f"{scheme}{chunk}": DPLR for scheme in ("centred", "robust") for chunk in (16, 32, 64)}
+KERNELS["fp32_states_gla"] = {"gradient": gla_kernels.gradient_kernel}
 KERNELS["fp32_states"] = {name: SIMPLE_GLA[name] for name in ("scan", "output", "gradient")}  # of the full format
+OF_GLA = ("gla", "fp32_states_gla")
 UNGATED = ("delta_rule", "no_gate")
 
 
@@ -90,7 +92,7 @@ def schedule_of(op, name, call):
         return schedules.schedule(call)
     if KERNELS[op] is DPLR:
         return (dplr_schedules.centred if op.startswith("centred") else dplr_schedules.robust)(call)
-    if KERNELS[op] is GLA:
+    if op in OF_GLA:
         return gla_schedules.split(call)
     return simple_gla_schedules.fused(call) if name == "fused" else simple_gla_schedules.split(call)
 
@@ -100,10 +102,10 @@ def tile_of(name):
     return "prepare" if name == "prepare_backward" else name
 
 
-def compiled(op, name, call, schedule, ragged=True):
+def compiled(op, name, call, schedule, ragged=True, **flags):
     """The kernel of one tile, compiled for the device of the facts."""
     kernel = KERNELS[op][name]
-    dplr, channels = KERNELS[op] is DPLR, KERNELS[op] in (DPLR, GLA)
+    dplr, channels = KERNELS[op] is DPLR, KERNELS[op] is DPLR or op in OF_GLA
     delta, gated = KERNELS[op] is DELTA_RULE or dplr, op not in UNGATED
     tile = getattr(schedule, tile_of(name))
     values = {
@@ -131,9 +133,10 @@ def compiled(op, name, call, schedule, ragged=True):
             kinds |= {"dq": "*fp32", "dk": "*fp32"}
         if dplr and schedule.dot == "fp32":
             kinds |= dict.fromkeys(WIDENED, "*fp32")
-        if op == "fp32_states":
+        if op.startswith("fp32_states"):
             kinds["states"] = "*fp32"
         signature[argument] = kinds.get(argument, activations)
+    values |= flags
     constexprs = {(i,): values[a] for i, (a, kind) in enumerate(signature.items()) if kind == "constexpr"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
@@ -206,6 +209,15 @@ def test_tiles_that_feed_products_are_not_read_beside_them(op, name, is_asynchro
     assert schedule.asynchronous
     kernel = compiled(op, name, call, dataclasses.replace(schedule, asynchronous=is_asynchronous))
     assert bool(refilled_tiles(kernel.asm["ttgir"])) != is_asynchronous
+
+
+@pytest.mark.parametrize("op", ["gla", "simple_gla", "fp32_states", "fp32_states_gla"])
+@pytest.mark.parametrize("has_do", [False, True])
+def test_tiles_of_gradients_of_the_final_state_alone(op, has_do):
+    """Without d_o other products are left in flight; and states in fp32 feed none as they are."""
+    call = facts("H200", "bf16", 128, 128, 64)
+    kernel = compiled(op, "gradient", call, schedule_of(op, "gradient", call), HAS_DO=has_do)
+    assert not refilled_tiles(kernel.asm["ttgir"])
 
 
 MISCOMPILED = """

@@ -21,7 +21,7 @@ FROM_BF16 = ("fp32", "fp16", "int32")
 @pytest.fixture(scope="module")
 def found():
     """What a process measured before and after mending; an interpreter lasts as long as its process."""
-    script = Path(__file__).with_name("interpreted_bf16.py")
+    script = Path(__file__).with_name("interpreted_numbers.py")
     run = subprocess.run([sys.executable, script], env=INTERPRETED, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)

@@ -62,16 +62,19 @@ def state_products(
     BLOCK_K: tl.constexpr = kk.shape[0]
     # Where products run beside what follows them (ASYNC), a tile that feeds one as it is, and is read into registers
     # too, has one place in shared memory, which Triton (3.6, 3.7) loads anew while the product of the turn before may
-    # still read it. There sum_v S dS' is the diagonal of one more product.
-    AS_THEY_ARE: tl.constexpr = states.dtype.element_ty == DOT and d_states.dtype.element_ty == DOT
-    DIAGONAL: tl.constexpr = ASYNC and tl.float32 != DOT and AS_THEY_ARE
+    # still read it. There sum_v S dS' is the diagonal of one more product. Not so of states in fp32: they feed d_o S^T
+    # through a tile of their own, which Triton waits for, and for all products with it. Without d_o nothing is loaded
+    # ahead.
+    SIXTEEN_BIT: tl.constexpr = ASYNC and tl.float32 != DOT
+    DIAGONAL: tl.constexpr = SIXTEEN_BIT and states.dtype.element_ty == DOT
+    STAGES: tl.constexpr = 1 if SIXTEEN_BIT and not DIAGONAL and not HAS_DO else None
     t = tl.arange(0, C)
     by_error = tl.zeros((C, BLOCK_K), tl.float32)
     by_exit = tl.zeros((C, BLOCK_K), tl.float32)
     by_query = tl.zeros((C, BLOCK_K), tl.float32)
     products = tl.zeros((BLOCK_K,), tl.float32)
     pairs = tl.zeros((BLOCK_K, BLOCK_K), tl.float32)
-    for begin in range(0, V, BV):
+    for begin in tl.range(0, V, BV, num_stages=STAGES):
         vv = begin + tl.arange(0, BV)
         ds = load_state(d_states, slot, hv, HV, K, V, kk, vv)  # [BLOCK_K, BV]
         x = load_rows(v_new, first, t, rows, hv, HV, vv, V).to(DOT)  # [C, BV]

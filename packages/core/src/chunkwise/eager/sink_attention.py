@@ -4,11 +4,13 @@ A tile is a block of queries with the keys that any of them sees, or a block of 
 them: both spans are contiguous, so a row outside every window is in no tile. Tiles of similar size are computed
 together; what is held at once grows with a span, never with `T * S`. With `P` the weights and `D` the gradient of `o`:
 
-    P_ij = exp(s_ij - lse_i)            delta_i = o_i . D_i - d_lse_i
+    P_ij = exp(s_ij - lse_i)            delta_i = sum_j P_ij D_i . v_j - d_lse_i = o_i . D_i - d_lse_i
     dS_ij = P_ij (D_i . v_j - delta_i)  d_sink = -sum_i exp(sink - lse_i) delta_i
 
 The queries' gradient is summed over a tile's keys, the keys' over a tile's queries, so no sum depends on the order in
 which tiles run. Dao, Fu, Ermon, Rudra, Re: "FlashAttention", appendix B, with one more term in the denominator.
+`delta` is the sum over the keys, not `o . D`: where a key has nearly all the weight, `D . v - delta` is the small
+remainder of two like numbers, and only what both are computed from loses alike in both (nor does rounding of `o` count).
 Everything is computed in fp32.
 """
 
@@ -236,10 +238,14 @@ class _Tile:
         """`P`, from the sums of the forward `[B, T, HQ]`."""
         return self.scores().sub_(self.by_key_head(lse).unsqueeze(-1)).exp_()
 
-    def d_scores(self, weights: Tensor, d_o: Tensor, delta: Tensor) -> Tensor:
-        """The gradient of the scores, times the scale; d_o packed."""
-        inner: Tensor = (d_o @ self.v.mT).sub_(self.by_key_head(delta).unsqueeze(-1))
-        return inner.mul_(weights).mul_(self.scale)
+    def weighted(self, weights: Tensor, d_o: Tensor) -> Tensor:
+        """`P_ij D_i . v_j`; d_o packed."""
+        products: Tensor = d_o @ self.v.mT
+        return products.mul_(weights)
+
+    def d_scores(self, weights: Tensor, weighted: Tensor, delta: Tensor) -> Tensor:
+        """The gradient of the scores, times the scale, in the place of `weighted`; delta packed."""
+        return weighted.addcmul_(weights, delta.unsqueeze(-1), value=-1.0).mul_(self.scale)
 
 
 def forward(schedule: Any, inputs: Any, save: str | None) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
@@ -280,31 +286,31 @@ def backward(
     with exact_matmuls(inputs.q.device):
         plan = _plan(schedule.chunk_size, inputs)
         lse = residuals.tensors["lse"].transpose(1, 2).contiguous()
-        delta = torch.zeros_like(lse)
-        if d_o is not None:
-            delta += (residuals.tensors["o"].float() * d_o.float()).sum(-1)
-        if d_lse is not None:
-            delta -= d_lse.transpose(1, 2)
-        delta = _live(plan, delta)
-        if "sinks" in needs:
-            share = torch.where(inputs.sinks.isneginf(), 0.0, (inputs.sinks - lse).exp())
-            found["sinks"] = -_live(plan, share * delta).sum((0, 1))
+        share = torch.where(inputs.sinks.isneginf(), 0.0, (inputs.sinks - lse).exp())
         lse = torch.where(lse.isneginf(), 0.0, lse)  # such a query sees no key: every weight is exp(-inf - 0)
+        delta = _live(plan, torch.zeros_like(lse) if d_lse is None else -d_lse.transpose(1, 2))
         d_o = torch.zeros_like(inputs.q) if d_o is None else d_o
-        if "q" in needs:
-            found["q"] = _query_gradient(plan, inputs, lse, d_o, delta)
+        if needs - {"v"}:
+            delta, d_q = _query_gradients(plan, inputs, lse, d_o, delta)
+            found["q"] = d_q
+        if "sinks" in needs:
+            found["sinks"] = -_live(plan, share * delta).sum((0, 1))
         if needs & {"k", "v"}:
             found |= _key_gradients(plan, inputs, lse, d_o, delta, needs & {"k", "v"})
-    return found
+    return {name: found[name] for name in needs}
 
 
-def _query_gradient(plan: _Plan, inputs: Any, lse: Tensor, d_o: Tensor, delta: Tensor) -> Tensor:
-    d_q = torch.zeros_like(inputs.q)
+def _query_gradients(plan: _Plan, inputs: Any, lse: Tensor, d_o: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`delta` and the gradient of q, from `-d_lse` `[B, T, HQ]`: a tile holds every key that its queries see."""
+    delta, d_q = d_lse.clone(memory_format=torch.contiguous_format), torch.zeros_like(inputs.q)
     for tiles in plan.query_tiles():
         tile = _Tile(tiles, inputs)
-        d_scores = tile.d_scores(tile.weights(lse), tile.by_key_head(d_o), delta)
-        tiles.queries.unpack(tile.by_head(d_scores @ tile.k), d_q)
-    return d_q
+        weights = tile.weights(lse)
+        weighted = tile.weighted(weights, tile.by_key_head(d_o))
+        own = weighted.sum(-1) + tile.by_key_head(delta)
+        tiles.queries.unpack(tile.by_head(own), delta)
+        tiles.queries.unpack(tile.by_head(tile.d_scores(weights, weighted, own) @ tile.k), d_q)
+    return delta, d_q
 
 
 def _key_gradients(
@@ -317,5 +323,6 @@ def _key_gradients(
         if "v" in needs:
             tiles.keys.unpack(weights.mT @ packed, found["v"])
         if "k" in needs:
-            tiles.keys.unpack(tile.d_scores(weights, packed, delta).mT @ tile.q, found["k"])
+            d_scores = tile.d_scores(weights, tile.weighted(weights, packed), tile.by_key_head(delta))
+            tiles.keys.unpack(d_scores.mT @ tile.q, found["k"])
     return found

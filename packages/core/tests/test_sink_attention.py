@@ -81,3 +81,26 @@ def test_query_heads_not_a_multiple() -> None:
     q, k = torch.randn(1, 5, 3, 8), torch.randn(1, 5, 2, 8)
     with pytest.raises(ValueError, match=r"HQ = 3 is not a multiple of HK = 2.*give HQ as a multiple of HK"):
         chunkwise.sink_attention(q, k, k, torch.zeros(3))
+
+
+def test_a_key_with_nearly_all_the_weight() -> None:
+    """The gradient of a score is P (1 - P) D . v then: of delta = o . D, bf16's rounding of o would leave nothing.
+
+    P (1 - P), about 3e-4, is what fp32 has of 1 - P; the products themselves are exact to fp32.
+    """
+    torch.manual_seed(0)
+    q, k, v, d_o = (torch.randn(1, 50, 2, 16).bfloat16() for _ in range(4))
+    sinks = torch.full((2,), -8.0)
+
+    def gradients(dtype: torch.dtype, function: Any) -> tuple[torch.Tensor, ...]:
+        given = [x.to(dtype).requires_grad_() for x in (q, k, v, sinks)]
+        return torch.autograd.grad(function(*given), given[:2], d_o.to(dtype))
+
+    def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(0.25 * (q * k).sum(-1, keepdim=True) - sinks.unsqueeze(-1)) * v
+
+    found = gradients(
+        torch.bfloat16, lambda *given: chunkwise.sink_attention(*given, window_size=1, scale=0.25, backend="torch")
+    )
+    for got, want in zip(found, gradients(torch.float64, exact), strict=True):
+        assert (got.double() - want).norm() < 0.01 * want.norm()

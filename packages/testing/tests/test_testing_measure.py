@@ -11,6 +11,7 @@ from chunkwise_testing.oracle import evaluate, oracle, oracle_of_many, same_bits
 from chunkwise_testing.sampling import PARALLEL_EPS, PLANS, STRATEGIES, Call, ragged_argument, variant
 from chunkwise_testing.study import Sample, study_of
 from chunkwise_testing.suite.base import small_case
+from chunkwise_testing.suite.memory import far_apart
 from chunkwise_testing.suite.ragged import nan_padded, one_by_one
 from chunkwise_testing.suite.states import in_pieces
 from chunkwise_testing.tolerance import CHUNK, Parts, half_ulp, measure, moved, row_blocks
@@ -286,3 +287,13 @@ def test_the_budget_of_a_quantity_that_no_16_bit_number_reaches(op, plan, quanti
     returned = torch.bfloat16 if quantity in ("d_k", "d_q") else torch.float32
     assert study._multiple(quantity, returned) == (budget.full if of_fp32 else budget.half)
     assert budget.full > budget.half
+
+
+def test_elements_that_are_far_apart():
+    torch.manual_seed(0)
+    x = torch.randn(2, 50, 3)
+    rounded, wrapped, nan = x.bfloat16(), x.clone(), x.clone()
+    wrapped[1, 7, 2] = x[1, 7, 2] + 0.1 * x[1].abs().max()
+    nan[0, 3, 1] = math.nan
+    assert [far_apart(y, x) for y in (x, rounded, wrapped, nan)] == [0, 0, 1, 1]
+    assert far_apart(100.0 * wrapped, 100.0 * x) == 1

@@ -23,7 +23,8 @@ _HEADS = {"heads": 2, "value_heads": 4}
 _SPILL_BYTES = {1: 0, 2: 400}
 _SEGMENTS_SPILL_BYTES = {1: 0, 2: 720}
 
-_PASSES_SPILL_BYTES = {1: 0, 2: 400}
+# The same of two groups, and more with K = 64.
+_PASSES_SPILL_BYTES = {(64, 1): 0, (128, 1): 0, (64, 2): 600, (128, 2): 400}
 # What is used once a chunk lies in memory meanwhile: NOTES.md.
 _GRADIENTS_SPILL_BYTES = 500
 
@@ -104,7 +105,7 @@ def _passes(key_width: int, groups: int, ragged: bool, dtype: str) -> Variant:
     }
     name = f"gated delta rule, passes, K {key_width}, {groups} groups, {'ragged' if ragged else 'dense'}, {dtype}"
     need = schedules_backward.passes_bytes(key_width, groups)
-    return Variant(name, passes, constants, _ARCH, need, _PASSES_SPILL_BYTES[groups])
+    return Variant(name, passes, constants, _ARCH, need, _PASSES_SPILL_BYTES[key_width, groups])
 
 
 def _gradients_choices(whole: bool) -> list[tuple[int, int, bool, str]]:

@@ -10,7 +10,7 @@ together; what is held at once grows with a span, never with `T * S`. With `P` t
 The queries' gradient is summed over a tile's keys, the keys' over a tile's queries, so no sum depends on the order in
 which tiles run. Dao, Fu, Ermon, Rudra, Re: "FlashAttention", appendix B, with one more term in the denominator.
 `delta` is the sum over the keys, not `o . D`: where a key has nearly all the weight, `D . v - delta` is the small
-remainder of two like numbers, and only what both are computed from loses alike in both (nor does rounding of `o` count).
+remainder of two like numbers: what both are computed from loses alike in both, and rounding of `o` has no part in it.
 Everything is computed in fp32.
 """
 

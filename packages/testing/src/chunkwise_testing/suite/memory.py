@@ -193,7 +193,11 @@ class LargeCalls(OnlyKernels):
 
     @pytest.mark.alone
     def test_offsets_beyond_31_bits(self, on_gpu: Subject) -> None:
-        """B = 16, T = 17,477, H = 64, K or V = 128: more than 2^31 elements; compared with its halves run apart."""
+        """B = 16, T = 17,477, H = 64, K or V = 128: more than 2^31 elements; compared with its halves run apart.
+
+        Halves run twice: the same bits. The whole may differ by roundings, for a schedule that follows the size of a
+        call may take up a state elsewhere; an address that wraps reads a value that has nothing to do with it.
+        """
         # Not both at once: with all their gradients DPLR's tensors would take more than a GPU of 141 GB has.
         promises = OPS[on_gpu.op].declaration.promises
         one = {offsets.rows: 1 for offsets in promises.offsets}  # row of every kind, to be repeated with noise
@@ -220,6 +224,15 @@ class LargeCalls(OnlyKernels):
         whole = on_gpu.run(call, needs, gradients).quantities()
         for half in (slice(0, 8), slice(8, 16)):
             own = call.mapped(lambda n, t, s=half: t if row_axis(one, n) is None else t[s])  # type: ignore[misc]
-            part = on_gpu.run(own, needs, {name: g[half] for name, g in gradients.items()}).quantities()
-            wrong = {n: int((x[half] != part[n]).sum()) for n, x in whole.items() if x.shape[0] == 16}
+            own_gradients = {name: g[half] for name, g in gradients.items()}
+            part, again = (on_gpu.run(own, needs, own_gradients).quantities() for _ in range(2))
+            unlike = {n: int((x != again[n]).sum()) for n, x in part.items()}
+            assert on_gpu.pair.atomic or not any(unlike.values()), f"rows from {half.start} on, run again: {unlike}"
+            wrong = {n: far_apart(x[half], part[n]) for n, x in whole.items() if x.shape[0] == 16}
             assert not any(wrong.values()), f"rows from {half.start} on: {wrong}"
+
+
+def far_apart(xs: Tensor, ys: Tensor) -> int:
+    """How many elements differ by more than a 32nd of the largest of their row of the batch, or are NaN."""
+    pairs = zip(xs, ys, strict=True)
+    return sum(int(((x - y).abs() <= y.abs().max() / 32).logical_not().sum()) for x, y in pairs)

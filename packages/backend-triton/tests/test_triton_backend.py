@@ -147,7 +147,7 @@ def test_triton_is_not_installed(machine: Machine) -> None:
 @LINUX_ONLY
 def test_missing_triton_is_a_pip_install_away(machine: Machine) -> None:
     machine.without_module("triton")
-    assert backend.probe_triton().fix == "pip install 'triton>=3.4'"
+    assert backend.probe_triton().fix == "pip install 'triton>=3.6'"
 
 
 def test_other_systems_are_told_to_use_torch(machine: Machine) -> None:
@@ -156,7 +156,7 @@ def test_other_systems_are_told_to_use_torch(machine: Machine) -> None:
     assert "Linux" in backend.probe_triton().fix
 
 
-@pytest.mark.parametrize("version", ["3.4.0", "3.7.1", "4.0", "3.5.0+git1234", "3.8.0.dev20260101"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "4.0", "3.6.0+git1234", "3.8.0.dev20260101"])
 def test_supported_versions(machine: Machine, version: str) -> None:
     machine.with_version(version)
     finding = backend.probe_triton()
@@ -164,12 +164,12 @@ def test_supported_versions(machine: Machine, version: str) -> None:
     assert version in finding.found
 
 
-@pytest.mark.parametrize("version", ["3.3.1", "2.1.0", "unknown"])
+@pytest.mark.parametrize("version", ["3.5.1", "3.4.0", "2.1.0", "unknown"])
 def test_old_or_odd_versions(machine: Machine, version: str) -> None:
     machine.with_version(version)
     finding = backend.probe_triton()
     assert not finding.ok
-    assert finding.found == f"triton {version}, not >=3.4"
+    assert finding.found == f"triton {version}, not >=3.6"
 
 
 def test_triton_of_no_known_package(machine: Machine) -> None:

@@ -82,7 +82,7 @@ def package(module: str, distributions: Sequence[str], versions: str, fix: str) 
     Args:
         module: its top-level module.
         distributions: the names under which it is published.
-        versions: a specifier set, ``>=3.4``.
+        versions: a specifier set, ``>=3.6``.
         fix: how to get it.
     """
     from packaging.specifiers import SpecifierSet

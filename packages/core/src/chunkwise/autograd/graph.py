@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chunkwise.autograd.bridge import route_for, run_backward, run_forward
 from chunkwise.autograd.residuals import ResidualFormat
 from chunkwise.dispatcher import policy, select
 from chunkwise.dispatcher.cache import ROUTES
@@ -200,8 +201,6 @@ def _node_route(
     declaration: Declaration, residual_format: ResidualFormat | None, arguments: Sequence[Any]
 ) -> tuple[Route, tuple[Any, ...], frozenset[str]]:
     """The route for real sizes; found in the cache that eager calls use, under a key of its own."""
-    from chunkwise.autograd.bridge import route_for
-
     tensors, options, needs, _, _ = _split(declaration, arguments)
     described = tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
     key = (declaration, policy.ACTIVE, residual_format, options, needs, described)
@@ -217,16 +216,12 @@ def _node_route(
 def _forward_kernel(
     declaration: Declaration, residual_format: ResidualFormat | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    from chunkwise.autograd.bridge import run_forward
-
     route, tensors, _ = _node_route(declaration, residual_format, arguments)
     outputs, residuals = run_forward(route, tensors)
     return (*(_or_empty(o, tensors[0]) for o in outputs), *residuals)
 
 
 def _backward_kernel(declaration: Declaration, residual_format: ResidualFormat, *arguments: Any) -> tuple[Tensor, ...]:
-    from chunkwise.autograd.bridge import run_backward
-
     outputs, fields = len(declaration.promises.outputs), len(residual_format.saved_names)
     grads, residuals = arguments[:outputs], arguments[outputs : outputs + fields]
     route, tensors, needs = _node_route(declaration, residual_format, arguments[outputs + fields :])

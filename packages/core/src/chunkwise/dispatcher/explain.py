@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from chunkwise.dispatcher import policy, select
 from chunkwise.dispatcher.registry import LoadedBackend, registry
 from chunkwise.dispatcher.route import in_words
+from chunkwise.protocol.declaration import Declaration, apply_prologue
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,16 +97,14 @@ def explain(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Explanatio
     Raises:
         ValueError, TypeError: as the call itself would.
     """
-    from chunkwise.autograd.bridge import needed_gradients
-    from chunkwise.protocol.op import Op, apply_prologue
-
-    if not isinstance(op, Op):
+    declaration = getattr(op, "declaration", None)
+    if not isinstance(declaration, Declaration):
         raise TypeError(f"explain: expected an op of this library, got {op!r}; pass chunkwise.chunk_gated_delta_rule")
-    declaration = op.declaration
     tensors, options, extras = declaration.bind(*args, **kwargs)
     if extras is not None:
         tensors = apply_prologue(declaration, tensors, extras)
-    request = select.request_of(declaration, tensors, options, needed_gradients(declaration, tensors), policy.ACTIVE)
+    needs = select.needed_gradients(declaration, tensors)
+    request = select.request_of(declaration, tensors, options, needs, policy.ACTIVE)
     return Explanation(select.select(request, select.choose_format(request)))
 
 

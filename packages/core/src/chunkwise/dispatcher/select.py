@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from chunkwise import errors
 from chunkwise.autograd.residuals import POLICIES, ResidualFormat
 from chunkwise.dispatcher import failure
@@ -103,6 +105,15 @@ def request_of(
     if forced is not None:
         registry().check_name(forced, source)
     return Request(declaration, facts, forced, source, residuals or policy.residuals)
+
+
+def needed_gradients(declaration: Declaration, tensors: Sequence[Any]) -> frozenset[str]:
+    """The arguments whose gradient the call must be able to give."""
+    if not torch.is_grad_enabled():
+        return frozenset()
+    named = zip(declaration.tensor_names, tensors, strict=True)
+    wanted = declaration.promises.differentiable
+    return frozenset(name for name, t in named if name in wanted and t is not None and t.requires_grad)
 
 
 def fixed_facts(declaration: Declaration, facts: Facts) -> Facts:

@@ -128,6 +128,14 @@ class Declaration:
         return tuple(names.index(name) for name in residual_format.outputs)
 
 
+def apply_prologue(declaration: Declaration, tensors: tuple[Any, ...], extras: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Apply the model options that core owns, in front of the op."""
+    prologue = typing.cast("Prologue", declaration.promises.prologue)
+    named = dict(zip(declaration.tensor_names, tensors))  # noqa: B905  # the tracer has no strict=
+    replaced = prologue.function(named, dict(zip(prologue.arguments, extras)))  # noqa: B905
+    return tuple([replaced.get(name, named[name]) for name in declaration.tensor_names])
+
+
 CORE_OPTIONS = ("state_v_first", "backend")
 """Options that core settles: a backend sees K-first fp32 states, and was chosen already."""
 

@@ -8,12 +8,21 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
-from chunkwise.autograd import bridge, graph
+from chunkwise.autograd import eager_door, graph
 from chunkwise.autograd.residuals import ResidualFormat
 from chunkwise.protocol.axes import Divides
 from chunkwise.protocol.cases import Budget, Case, Cost
 from chunkwise.protocol.contracts import Contract
-from chunkwise.protocol.declaration import Declaration, Offsets, Output, Prologue, Promises, Settle, declare
+from chunkwise.protocol.declaration import (
+    Declaration,
+    Offsets,
+    Output,
+    Prologue,
+    Promises,
+    Settle,
+    apply_prologue,
+    declare,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,7 +49,7 @@ class Op(Generic[P, R]):
         tensors, options, extras = self._bind(*args, **kwargs)
         if extras is not None:
             tensors = apply_prologue(self.declaration, tensors, extras)
-        call = graph.call if _compiling() else bridge.call
+        call = graph.call if _compiling() else eager_door.call
         outputs = call(self.declaration, tensors, options)
         return cast("R", bared(outputs) if self._bare else outputs)
 
@@ -55,14 +64,6 @@ def bared(outputs: Sequence[Any]) -> Any:
     """The outputs that were asked for, without a tuple where that is one."""
     asked = tuple([output for output in outputs if output is not None])
     return asked[0] if len(asked) == 1 else asked
-
-
-def apply_prologue(declaration: Declaration, tensors: tuple[Any, ...], extras: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Apply the model options that core owns, in front of the op."""
-    prologue = cast("Prologue", declaration.promises.prologue)
-    named = dict(zip(declaration.tensor_names, tensors))  # noqa: B905  # the tracer has no strict=
-    replaced = prologue.function(named, dict(zip(prologue.arguments, extras)))  # noqa: B905
-    return tuple([replaced.get(name, named[name]) for name in declaration.tensor_names])
 
 
 def op(

@@ -16,6 +16,7 @@ from chunkwise.dispatcher import failure, policy, registry
 from chunkwise.dispatcher.registry import Backend, Finding, LoadedBackend, LoadFailure, Need, Registry
 from chunkwise.errors import CompileFailure
 from chunkwise.ops import OPS
+from chunkwise.verifier.facts import Facts
 from chunkwise.verifier.implementation import Implementation
 
 SIZES = "B=1,T=8192,H=16,HV=32,K=128,V=128"
@@ -55,7 +56,11 @@ def compile_with_a_bug(schedule: object, facts: object, parts: tuple[str, ...]) 
 
 
 def fake_backend(
-    found: Registry, hook: str | None = None, ok: bool = True, archs: tuple[str, ...] = ("any",)
+    found: Registry,
+    hook: str | None = None,
+    ok: bool = True,
+    archs: tuple[str, ...] = ("any",),
+    residuals: tuple[str, ...] = ("gdn-wy64@2",),
 ) -> LoadedBackend:
     """Add a backend ``fake`` with one implementation of the op, of the best rank."""
     implementation = Implementation(
@@ -66,7 +71,7 @@ def fake_backend(
         schedule=lambda facts: ("tile", 64),
         forward="chunkwise.eager.gated_delta_rule:forward",
         backward="chunkwise.eager.gated_delta_rule:backward",
-        residuals=("gdn-wy64@2",),
+        residuals=residuals,
         compile=f"{__name__}:{hook}" if hook else None,
     )
     finding = Finding(ok, "a fake thing" if ok else "nothing", "" if ok else "buy one")
@@ -432,6 +437,32 @@ def test_warm_for_a_call_of_ones_own(backends: Registry, capsys: pytest.CaptureF
     code, _, err = run(capsys, "warm", OP, "--sizes", "H=3,HV=5")
     assert code == 2
     assert "HV" in err
+
+
+def compile_what_is_kept(schedule: object, facts: Facts, parts: tuple[str, ...]) -> None:
+    """A compile hook that says of which residual format it was asked."""
+    print(f"kept: {facts.residuals}")
+
+
+@pytest.mark.parametrize("argv, kept", [
+    ((), "gdn-wy64@2"), (("--residuals", "full"), "gdn-states64@1"), (("--residuals", "gdn-wy64@2"), "gdn-wy64@2"),
+    (("--no-grad", "--residuals", "full"), "None"),
+])  # fmt: skip
+def test_warm_for_the_residuals_of_a_call(
+    backends: Registry, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], kept: str
+) -> None:
+    fake_backend(backends, "compile_what_is_kept", residuals=("gdn-wy64@2", "gdn-states64@1"))
+    code, out, _ = run(capsys, "warm", OP, *argv)
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("kept")] == [f"kept: {kept}"] * 5
+
+
+def test_warm_leaves_out_what_keeps_other_residuals(backends: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_backend(backends, "compile_badly")
+    assert run(capsys, "warm", OP, "--residuals", "full")[0] == 0
+    code, _, err = run(capsys, "warm", OP, "--residuals", "gdn-wy32@1")
+    assert code == 2
+    assert "gdn-wy32@1" in err
 
 
 def test_warm_reports_what_does_not_compile(backends: Registry, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,7 +222,6 @@ def _explain_parser() -> argparse.ArgumentParser:
     )
     _add_how_it_is_called(parser)
     parser.add_argument("--backend", help="the backend or implementation that must run it")
-    parser.add_argument("--residuals", help="lean, full, or the name of a residual format")
     return parser
 
 
@@ -233,6 +232,7 @@ def _add_how_it_is_called(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-grad", action="store_true", help="no gradient is needed")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the op")
+    parser.add_argument("--residuals", help="lean, full, or the name of a residual format")
 
 
 def _explain(argv: list[str]) -> int:
@@ -412,9 +412,13 @@ def _compilations(
     work: list[tuple[Implementation, Any, Facts]] = []
     for implementation in _compiled_implementations(declaration.name, args.backend):
         known: list[tuple[Any, ...]] = []
-        for facts in _warmed_calls(declaration, device, dtype, args):
+        for described in _warmed_calls(declaration, device, dtype, args):
+            facts = _facts_for(implementation, declaration, described, args.residuals)
+            if facts is None:
+                continue
             verdict = implementation.judge(facts)
-            decisive = (verdict.schedule, *(facts.size(axis) for axis in declaration.promises.static_axes))
+            sizes = (facts.size(axis) for axis in declaration.promises.static_axes)
+            decisive = (verdict.schedule, facts.residuals, *sizes)
             if not verdict.hard and decisive not in known:
                 known.append(decisive)
                 work.append((implementation, verdict.schedule, facts))
@@ -443,6 +447,20 @@ def _warmed_calls(
             ragged=call.ragged or args.ragged,
         )
         yield facts_of(declaration, described)
+
+
+def _facts_for(
+    implementation: Implementation, declaration: Declaration, facts: Facts, residuals: str | None
+) -> Facts | None:
+    """What the implementation is told of a call that it runs; None where it has no residuals of the wanted format."""
+    from chunkwise.dispatcher import policy
+    from chunkwise.dispatcher.select import Request, choose_format
+
+    request = Request(declaration, facts, implementation.name, "warm", residuals or policy.ACTIVE.residuals)
+    wanted = choose_format(request)
+    if wanted is not None and wanted.name not in implementation.residuals:
+        return None
+    return dataclasses.replace(request.facts, residuals=wanted.name if wanted else None)
 
 
 def _compiled_implementations(op: str, backend: str | None) -> Iterator[Implementation]:

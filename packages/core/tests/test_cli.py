@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from chunkwise import cli
+from chunkwise.commands import doctor
 from chunkwise.dispatcher import failure, policy, registry
 from chunkwise.dispatcher.registry import Backend, Finding, LoadedBackend, LoadFailure, Need, Registry
 from chunkwise.errors import CompileFailure
@@ -27,7 +28,7 @@ OP = "chunk_gated_delta_rule"
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU, no environment variables of ours."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for variable in (*cli.VARIABLES, "TRITON_INTERPRET"):
+    for variable in (*doctor.VARIABLES, "TRITON_INTERPRET"):
         monkeypatch.delenv(variable, raising=False)
 
 

@@ -11,20 +11,30 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from chunkwise.protocol import derive
 from chunkwise.protocol.cases import Case
 from chunkwise.protocol.declaration import Declaration
 from chunkwise.verifier.device import CPU, DeviceFacts, device_facts
 from chunkwise.verifier.facts import Facts
+from chunkwise.verifier.implementation import Implementation
 from chunkwise.verifier.refusal import Kind
 from chunkwise.verifier.rules import Rule
 
-if TYPE_CHECKING:
-    from chunkwise_testing.routes import Pair
-
 WIDTHS = ("K", "V", "D")
+
+
+class Pair(Protocol):
+    """What is read of :class:`chunkwise_testing.routes.Pair`."""
+
+    @property
+    def implementations(self) -> tuple[Implementation, ...]:
+        """The forward's and the backward's."""
+
+    @property
+    def format(self) -> str:
+        """The residual format that joins them."""
 
 
 class _Target(NamedTuple):

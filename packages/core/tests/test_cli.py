@@ -461,9 +461,19 @@ def test_warm_for_the_residuals_of_a_call(
 def test_warm_leaves_out_what_keeps_other_residuals(backends: Registry, capsys: pytest.CaptureFixture[str]) -> None:
     fake_backend(backends, "compile_badly")
     assert run(capsys, "warm", OP, "--residuals", "full")[0] == 0
-    code, _, err = run(capsys, "warm", OP, "--residuals", "gdn-wy32@1")
+
+
+@pytest.mark.parametrize("flag, value, named", [
+    ("--residuals", "gdn-wy32@1", "gdn-wy32@1"), ("--sizes", "H=many", "'many'"), ("--option", "no_such=1", "no_such"),
+    ("--dtype", "v=int8", "int8"), ("--given", "no_such", "no_such"),
+])  # fmt: skip
+def test_warm_refuses_a_wrong_call(
+    backends: Registry, capsys: pytest.CaptureFixture[str], flag: str, value: str, named: str
+) -> None:
+    """Also where nothing has to be compiled."""
+    code, _, err = run(capsys, "warm", OP, flag, value)
     assert code == 2
-    assert "gdn-wy32@1" in err
+    assert named in err
 
 
 def test_warm_reports_what_does_not_compile(backends: Registry, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,11 @@ import torch
 from chunkwise.ops import OPS
 from chunkwise_testing import sampling
 from chunkwise_testing.oracle import evaluate, oracle, oracle_of_many, same_bits
+from chunkwise_testing.routes import pairs_of
 from chunkwise_testing.sampling import PARALLEL_EPS, PLANS, STRATEGIES, Call, ragged_argument, variant
 from chunkwise_testing.study import Sample, study_of
 from chunkwise_testing.suite.base import small_case
-from chunkwise_testing.suite.memory import far_apart
+from chunkwise_testing.suite.memory import far_apart, unequal
 from chunkwise_testing.suite.ragged import nan_padded, one_by_one
 from chunkwise_testing.suite.states import in_pieces
 from chunkwise_testing.tolerance import CHUNK, Parts, half_ulp, measure, moved, row_blocks
@@ -297,3 +298,11 @@ def test_elements_that_are_far_apart():
     nan[0, 3, 1] = math.nan
     assert [far_apart(y, x) for y in (x, rounded, wrapped, nan)] == [0, 0, 1, 1]
     assert far_apart(100.0 * wrapped, 100.0 * x) == 1
+    assert [unequal(y, x) for y in (x, wrapped, nan)] == [0, 1, 1]
+
+
+def test_a_pair_promises_what_both_of_it_promise():
+    """Equal bits whatever else a batch holds: the products of the built-in backend change with the batch."""
+    promised = {str(pair): pair.batch_invariant for pair in pairs_of(OP, "triton")}
+    assert any(promised.values())
+    assert promised == {name: "torch" not in name and "tilelang" not in name for name in promised}

@@ -50,6 +50,11 @@ class Pair:
         """Whether one of them may give other last bits in another run."""
         return any(i.atomic for i in self.implementations)
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether both promise a row the same bits whatever else the batch holds."""
+        return all(i.batch_invariant for i in self.implementations)
+
     def refusals(self, facts: Facts) -> list[str]:
         """Every hard reason against running a call on this pair."""
         return [

@@ -30,6 +30,7 @@ SPLIT = Implementation(
     backward="chunkwise_triton.delta_rule.launch:backward",
     compile="chunkwise_triton.delta_rule.launch:compile",
     residuals=("delta-wy64@2", "delta-states64@1"),
+    batch_invariant=True,
 )
 
 IMPLEMENTATIONS = (SPLIT,)

@@ -23,6 +23,7 @@ ROBUST = Implementation(
     backward="chunkwise_triton.dplr_delta_rule.launch:backward",
     compile="chunkwise_triton.dplr_delta_rule.launch:compile",
     residuals=RESIDUALS,
+    batch_invariant=True,
 )
 
 CENTRED = Implementation(
@@ -37,6 +38,7 @@ CENTRED = Implementation(
     backward="chunkwise_triton.dplr_delta_rule.launch:backward",
     compile="chunkwise_triton.dplr_delta_rule.launch:compile",
     residuals=RESIDUALS,
+    batch_invariant=True,
 )
 
 IMPLEMENTATIONS = (ROBUST, CENTRED)

@@ -173,8 +173,6 @@ _AXES = dict.fromkeys(("q", "k", "a", "b", "gk"), "B T H K") | {"v": "B T H V", 
 
 def _build(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, _OPTIONS)
-    kept = "states" if facts.flag("disable_recompute") else "wy"
-    save = facts.residuals or f"dplr-{kept}{schedule.chunk_size}@1"
-    (o, final), saved = forward(schedule, inputs, save if facts.needs else None)
+    (o, final), saved = forward(schedule, inputs, facts.residuals)
     if "backward" in parts:
         backward(schedule, inputs, SimpleNamespace(tensors=saved), (o, final), facts.needs)

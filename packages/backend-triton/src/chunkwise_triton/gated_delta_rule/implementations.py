@@ -17,6 +17,7 @@ SPLIT = Implementation(
     backward="chunkwise_triton.gated_delta_rule.launch:backward",
     compile="chunkwise_triton.gated_delta_rule.launch:compile",
     residuals=("gdn-wy64@2", "gdn-states64@1"),
+    batch_invariant=True,
 )
 
 IMPLEMENTATIONS = (SPLIT,)

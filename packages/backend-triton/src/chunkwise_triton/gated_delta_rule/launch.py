@@ -193,6 +193,6 @@ _AXES = {"q": "B T H K", "k": "B T H K", "v": "B T HV V", "g": "B T HV", "beta":
 
 def _build(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, _OPTIONS)
-    (o, final), saved = forward(schedule, inputs, (facts.residuals or "gdn-wy64@2") if facts.needs else None)
+    (o, final), saved = forward(schedule, inputs, facts.residuals)
     if "backward" in parts:
         backward(schedule, inputs, SimpleNamespace(tensors=saved), (o, final), facts.needs)

@@ -19,6 +19,7 @@ SPLIT = Implementation(
     backward="chunkwise_triton.gla.launch:backward",
     compile="chunkwise_triton.gla.launch:compile",
     residuals=(LEAN, FULL),
+    batch_invariant=True,
 )
 
 IMPLEMENTATIONS = (SPLIT,)

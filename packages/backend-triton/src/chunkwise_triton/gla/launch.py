@@ -16,7 +16,7 @@ from chunkwise_triton.common.launch import aligned
 from chunkwise_triton.common.schedules import Tile
 from chunkwise_triton.common.state_scan import scan_backward_kernel, scan_kernel
 from chunkwise_triton.gla import kernels
-from chunkwise_triton.gla.implementations import FULL, LEAN
+from chunkwise_triton.gla.implementations import FULL
 from chunkwise_triton.gla.schedules import Split
 
 
@@ -147,7 +147,7 @@ _AXES = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "g": "B T H K", "initia
 def _build(schedule: Split, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, ("output_final_state",))
     if "forward" in parts:
-        forward(schedule, inputs, (facts.residuals or LEAN) if facts.needs else None)
+        forward(schedule, inputs, facts.residuals)
     if "backward" in parts:
         final = inputs.v.float() if inputs.output_final_state else None  # kernels are compiled by dtype, not by shape
         states = {"states": inputs.v.float()} if facts.residuals == FULL else {}

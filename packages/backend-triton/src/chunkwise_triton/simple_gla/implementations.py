@@ -24,6 +24,7 @@ SPLIT = Implementation(
     backward="chunkwise_triton.simple_gla.launch:backward",
     compile="chunkwise_triton.simple_gla.launch:compile",
     residuals=(LEAN, FULL),
+    batch_invariant=True,
 )
 
 # With fp32 operands the kernel's state and its products do not fit the registers together.
@@ -69,6 +70,7 @@ FUSED = Implementation(
     forward="chunkwise_triton.simple_gla.launch:forward_fused",
     compile="chunkwise_triton.simple_gla.launch:compile",
     residuals=(LEAN,),
+    batch_invariant=True,
 )
 
 IMPLEMENTATIONS = (SPLIT, FUSED)

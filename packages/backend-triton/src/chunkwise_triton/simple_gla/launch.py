@@ -15,7 +15,7 @@ from chunkwise_triton.common.chunk_products import output_kernel
 from chunkwise_triton.common.launch import aligned
 from chunkwise_triton.common.state_scan import scan_backward_kernel, scan_kernel
 from chunkwise_triton.simple_gla import kernels
-from chunkwise_triton.simple_gla.implementations import FULL, LEAN
+from chunkwise_triton.simple_gla.implementations import FULL
 from chunkwise_triton.simple_gla.schedules import Fused, Split
 
 Outputs = tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]
@@ -126,13 +126,12 @@ _AXES = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "g": "B T H", "initial_
 
 def _build(schedule: Split | Fused, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, ("output_final_state",))
-    save = (facts.residuals or LEAN) if facts.needs else None
     if isinstance(schedule, Fused):
-        forward_fused(schedule, inputs, save)
+        forward_fused(schedule, inputs, facts.residuals)
         return
     if "forward" in parts:
-        forward(schedule, inputs, save)
+        forward(schedule, inputs, facts.residuals)
     if "backward" in parts:
         final = inputs.v.float() if inputs.output_final_state else None  # kernels are compiled by dtype, not by shape
-        saved = {"states": inputs.v.float()} if save == FULL else {}
+        saved = {"states": inputs.v.float()} if facts.residuals == FULL else {}
         backward(schedule, inputs, SimpleNamespace(tensors=saved), (inputs.v, final), facts.needs)

@@ -20,6 +20,7 @@ BLOCKED = Implementation(
     backward="chunkwise_triton.sink_attention.launch:backward",
     compile="chunkwise_triton.sink_attention.launch:compile",
     residuals=(LSE,),
+    batch_invariant=True,
 )
 
 IMPLEMENTATIONS = (BLOCKED,)

@@ -14,7 +14,6 @@ from chunkwise_triton.common.call import DTYPES, build_once, meta_inputs, or_any
 from chunkwise_triton.common.chunks import ChunkMap, chunk_map
 from chunkwise_triton.common.launch import Key, aligned, launch, launch_again
 from chunkwise_triton.sink_attention import kernels
-from chunkwise_triton.sink_attention.implementations import LSE
 from chunkwise_triton.sink_attention.schedules import Schedule, Tile
 
 
@@ -164,7 +163,7 @@ _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 def _build(schedule: Schedule, facts: Facts, parts: Sequence[str]) -> None:
     inputs = meta_inputs(schedule, facts, _AXES, ("causal", "return_lse", "window_size"), _OFFSETS)
     if "forward" in parts:
-        forward(schedule, inputs, LSE if facts.needs else None)
+        forward(schedule, inputs, facts.residuals)
     if "backward" in parts:
         lse = torch.empty(0, dtype=torch.float32, device="meta")  # kernels are compiled by dtype, not by shape
         grads = (inputs.q, lse if inputs.return_lse else None)

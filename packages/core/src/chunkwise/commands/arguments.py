@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from chunkwise.errors import ChunkwiseError, UnknownNameError
 
 if TYPE_CHECKING:
+    from chunkwise.dispatcher.described import DescribedCall
     from chunkwise.protocol.declaration import Declaration
     from chunkwise.verifier.device import DeviceFacts
 
@@ -34,8 +36,15 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"chunkwise {name}", description=description, allow_abbrev=False)
 
 
-def add_how_it_is_called(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe a call beside its sizes and dtypes."""
+def add_how_it_is_called(parser: argparse.ArgumentParser, dtypes: str) -> None:
+    """Add the arguments that describe a call beside its sizes; ``dtypes`` says what those of activations mean."""
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        metavar="bf16|g=fp32",
+        help=f"of the activations (default bf16){dtypes}, or of one argument; may be repeated",
+    )
     parser.add_argument("--ragged", action="store_true", help="packed sequences; N in --sizes is how many")
     parser.add_argument(
         "--given", action="append", default=[], metavar="ARGUMENT", help="an optional tensor that is given"
@@ -43,6 +52,23 @@ def add_how_it_is_called(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-grad", action="store_true", help="no gradient is needed")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the op")
     parser.add_argument("--residuals", help="lean, full, or the name of a residual format")
+
+
+def as_called(call: DescribedCall, declaration: Declaration, args: argparse.Namespace) -> DescribedCall:
+    """The call, changed as those arguments say, but for the dtype of the activations."""
+    return dataclasses.replace(
+        call,
+        dtypes=dict(_pair(text, "--dtype", "g=fp32") for text in args.dtype if "=" in text),
+        options={**call.options, **_parse_options(declaration, args.option)},
+        given=(*call.given, *args.given),
+        ragged=call.ragged or args.ragged,
+        gradients=not args.no_grad,
+    )
+
+
+def activation_dtypes(args: argparse.Namespace) -> list[str]:
+    """Those that ``--dtype`` names, or the usual one."""
+    return [text for text in args.dtype if "=" not in text] or ["bf16"]
 
 
 def find_device(name: str | None) -> tuple[DeviceFacts, bool]:
@@ -99,14 +125,7 @@ def parse_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def parse_dtypes(given: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The dtype of the activations, and argument to dtype, from ``bf16`` and ``g=fp32``."""
-    dtypes = dict(_pair(text, "--dtype", "g=fp32") for text in given if "=" in text)
-    plain = [text for text in given if "=" not in text]
-    return plain[-1] if plain else "bf16", dtypes
-
-
-def parse_options(declaration: Declaration, given: Sequence[str]) -> dict[str, Any]:
+def _parse_options(declaration: Declaration, given: Sequence[str]) -> dict[str, Any]:
     """Option to value, from ``output_final_state=true``."""
     prologue = declaration.promises.prologue
     options: dict[str, Any] = {}

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from chunkwise.commands.arguments import (
-    add_how_it_is_called,
-    find_device,
-    parse_dtypes,
-    parse_options,
-    parse_sizes,
-    parser_of,
-    say,
-)
+from chunkwise.commands import arguments
+from chunkwise.commands.arguments import parser_of, say
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -21,14 +14,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("op", help="as `chunkwise ops` lists them")
     parser.add_argument("--sizes", required=True, metavar="B=1,T=8192,...", help="the size of each axis")
     parser.add_argument("--device", help="a known GPU (H200), cpu, cuda or cuda:1; default: this machine's first GPU")
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        default=[],
-        metavar="bf16|g=fp32",
-        help="of the activations (default bf16), or of one argument; may be repeated",
-    )
-    add_how_it_is_called(parser)
+    arguments.add_how_it_is_called(parser, dtypes="")
     parser.add_argument("--backend", help="the backend or implementation that must run it")
     return parser
 
@@ -44,25 +30,15 @@ def explain(argv: list[str]) -> int:
     from chunkwise.ops import OPS
 
     declaration = OPS[args.op].declaration
-    device, here = find_device(args.device)
-    dtype, dtypes = parse_dtypes(args.dtype)
-    call = DescribedCall(
-        device=device,
-        sizes=parse_sizes(args.sizes),
-        dtype=dtype,
-        dtypes=dtypes,
-        options=parse_options(declaration, args.option),
-        given=tuple(args.given),
-        ragged=args.ragged,
-        gradients=not args.no_grad,
-    )
+    device, here = arguments.find_device(args.device)
+    call = DescribedCall(device, arguments.parse_sizes(args.sizes), arguments.activation_dtypes(args)[-1])
     active = policy.ACTIVE
     forced, source = (args.backend, "--backend") if args.backend else (active.backend, active.source)
     if forced is not None:
         registry().check_name(forced, source)
     request = Request(
         declaration,
-        facts_of(declaration, call),
+        facts_of(declaration, arguments.as_called(call, declaration, args)),
         forced,
         source,
         args.residuals or active.residuals,

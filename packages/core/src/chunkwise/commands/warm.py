@@ -9,18 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from chunkwise.commands.arguments import (
-    UsageError,
-    add_how_it_is_called,
-    find_device,
-    parse_dtypes,
-    parse_options,
-    parse_sizes,
-    parser_of,
-    say,
-)
+from chunkwise.commands import arguments
+from chunkwise.commands.arguments import UsageError, parser_of, say
 
 if TYPE_CHECKING:
+    from chunkwise.dispatcher.select import Request
     from chunkwise.protocol.declaration import Declaration
     from chunkwise.verifier.device import DeviceFacts
     from chunkwise.verifier.facts import Facts
@@ -33,15 +26,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("op", nargs="*", help="the ops to compile for; default: all")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: this machine's first GPU")
     parser.add_argument("--backend", help="the backend to compile for; default: all that are usable")
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        default=[],
-        metavar="bf16|g=fp32",
-        help="of the activations (default bf16): each of those named; or of one argument; may be repeated",
-    )
     parser.add_argument("--sizes", metavar="H=16,K=128,...", help="in place of those of the ops' benchmark shapes")
-    add_how_it_is_called(parser)
+    arguments.add_how_it_is_called(parser, dtypes=": each of those named")
     return parser
 
 
@@ -54,13 +40,13 @@ def warm(argv: list[str]) -> int:
     if args.backend is not None:
         registry().check_name(args.backend, "--backend")
     declarations = [OPS[name].declaration for name in args.op or OPS]
-    device, here = find_device(args.device)
+    device, here = arguments.find_device(args.device)
     if not here:
         raise UsageError(f"--device {args.device}: kernels are compiled for this machine's devices only")
     work = [
         item
         for declaration in declarations
-        for dtype in [text for text in args.dtype if "=" not in text] or ["bf16"]
+        for dtype in arguments.activation_dtypes(args)
         for item in _compilations(declaration, device, dtype, args)
     ]
     if not work:
@@ -87,10 +73,11 @@ def _compilations(
 ) -> list[tuple[Implementation, Any, Facts]]:
     """Each implementation with a compile hook, with each schedule and kernel-deciding size of the wanted calls."""
     work: list[tuple[Implementation, Any, Facts]] = []
+    calls = list(_warmed_calls(declaration, device, dtype, args))  # wrong ones raise, whatever is to be compiled
     for implementation in _compiled_implementations(declaration.name, args.backend):
         known: list[tuple[Any, ...]] = []
-        for described in _warmed_calls(declaration, device, dtype, args):
-            facts = _facts_for(implementation, declaration, described, args.residuals)
+        for call in calls:
+            facts = _facts_for(implementation, call)
             if facts is None:
                 continue
             verdict = implementation.judge(facts)
@@ -104,40 +91,33 @@ def _compilations(
 
 def _warmed_calls(
     declaration: Declaration, device: DeviceFacts, dtype: str, args: argparse.Namespace
-) -> Iterator[Facts]:
-    """The facts of the benchmark shapes, changed as the arguments say."""
+) -> Iterator[Request]:
+    """The calls of the benchmark shapes, changed as the arguments say."""
+    from chunkwise.dispatcher import policy, select
     from chunkwise.dispatcher.described import facts_of, of_case
 
-    given = parse_sizes(args.sizes) if args.sizes else {}
+    given = arguments.parse_sizes(args.sizes) if args.sizes else {}
     for case in declaration.promises.benchmarks:
-        call = of_case(case, device, dtype, gradients=not args.no_grad)
+        call = of_case(case, device, dtype)
         sizes = {**call.sizes, **given}
         if args.ragged and case.offsets is None:
             for offsets in declaration.promises.offsets:
                 sizes = {**sizes, offsets.batch: 1, offsets.sequences: given.get(offsets.sequences, 1)}
-        described = dataclasses.replace(
-            call,
-            sizes=sizes,
-            dtypes=parse_dtypes(args.dtype)[1],
-            options={**call.options, **parse_options(declaration, args.option)},
-            given=(*call.given, *args.given),
-            ragged=call.ragged or args.ragged,
-        )
-        yield facts_of(declaration, described)
+        described = arguments.as_called(dataclasses.replace(call, sizes=sizes), declaration, args)
+        facts, residuals = facts_of(declaration, described), args.residuals or policy.ACTIVE.residuals
+        request = select.Request(declaration, facts, None, "warm", residuals)
+        select.choose_format(request)  # raises where there is none of this name
+        yield request
 
 
-def _facts_for(
-    implementation: Implementation, declaration: Declaration, facts: Facts, residuals: str | None
-) -> Facts | None:
+def _facts_for(implementation: Implementation, call: Request) -> Facts | None:
     """What the implementation is told of a call that it runs; None where it has no residuals of the wanted format."""
-    from chunkwise.dispatcher import policy
-    from chunkwise.dispatcher.select import Request, choose_format
+    from chunkwise.dispatcher.select import choose_format
 
-    request = Request(declaration, facts, implementation.name, "warm", residuals or policy.ACTIVE.residuals)
-    wanted = choose_format(request)
+    wanted = choose_format(dataclasses.replace(call, forced=implementation.name))
     if wanted is not None and wanted.name not in implementation.residuals:
         return None
-    return dataclasses.replace(request.facts, residuals=wanted.name if wanted else None)
+    return dataclasses.replace(call.facts, residuals=wanted.name if wanted else None)
 
 
 def _compiled_implementations(op: str, backend: str | None) -> Iterator[Implementation]:

@@ -40,13 +40,11 @@ class DescribedCall:
     gradients: bool = True
 
 
-def of_case(case: Case, device: DeviceFacts, dtype: str, gradients: bool = True) -> DescribedCall:
+def of_case(case: Case, device: DeviceFacts, dtype: str) -> DescribedCall:
     """The call that a case of a declaration describes."""
     ragged = case.offsets is not None
     sizes = {**case.sizes, "N": len(case.offsets) - 1} if case.offsets is not None else case.sizes
-    return DescribedCall(
-        device, sizes, dtype, options=case.options, given=case.present, ragged=ragged, gradients=gradients
-    )
+    return DescribedCall(device, sizes, dtype, options=case.options, given=case.present, ragged=ragged)
 
 
 def facts_of(declaration: Declaration, call: DescribedCall) -> Facts:

@@ -9,8 +9,8 @@ together; what is held at once grows with a span, never with `T * S`. With `P` t
 
 The queries' gradient is summed over a tile's keys, the keys' over a tile's queries, so no sum depends on the order in
 which tiles run. Dao, Fu, Ermon, Rudra, Re: "FlashAttention", appendix B, with one more term in the denominator.
-`delta` is the sum over the keys, not `o . D`: where a key has nearly all the weight, `D . v - delta` is the small
-remainder of two like numbers: what both are computed from loses alike in both, and rounding of `o` has no part in it.
+`delta` is the sum over the keys, not `o . D`. Where a key has nearly all the weight, `D . v - delta` is what two like
+numbers leave: from the same products both lose alike, and rounding of `o` has no part in it.
 Everything is computed in fp32.
 """
 
@@ -286,31 +286,33 @@ def backward(
     with exact_matmuls(inputs.q.device):
         plan = _plan(schedule.chunk_size, inputs)
         lse = residuals.tensors["lse"].transpose(1, 2).contiguous()
-        share = torch.where(inputs.sinks.isneginf(), 0.0, (inputs.sinks - lse).exp())
         lse = torch.where(lse.isneginf(), 0.0, lse)  # such a query sees no key: every weight is exp(-inf - 0)
         delta = _live(plan, torch.zeros_like(lse) if d_lse is None else -d_lse.transpose(1, 2))
         d_o = torch.zeros_like(inputs.q) if d_o is None else d_o
         if needs - {"v"}:
-            delta, d_q = _query_gradients(plan, inputs, lse, d_o, delta)
-            found["q"] = d_q
+            d_q = torch.zeros_like(inputs.q) if "q" in needs else None
+            delta = _row_sums(plan, inputs, lse, d_o, delta, d_q)
+            found = {} if d_q is None else {"q": d_q}
         if "sinks" in needs:
+            share = torch.where(inputs.sinks.isneginf(), 0.0, (inputs.sinks - lse).exp())
             found["sinks"] = -_live(plan, share * delta).sum((0, 1))
         if needs & {"k", "v"}:
             found |= _key_gradients(plan, inputs, lse, d_o, delta, needs & {"k", "v"})
-    return {name: found[name] for name in needs}
+    return found
 
 
-def _query_gradients(plan: _Plan, inputs: Any, lse: Tensor, d_o: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`delta` and the gradient of q, from `-d_lse` `[B, T, HQ]`: a tile holds every key that its queries see."""
-    delta, d_q = d_lse.clone(memory_format=torch.contiguous_format), torch.zeros_like(inputs.q)
+def _row_sums(plan: _Plan, inputs: Any, lse: Tensor, d_o: Tensor, d_lse: Tensor, d_q: Tensor | None) -> Tensor:
+    """`delta`, from `-d_lse` `[B, T, HQ]`, and the gradient of q into `d_q`: a tile holds every key of its queries."""
+    delta = d_lse.clone(memory_format=torch.contiguous_format)
     for tiles in plan.query_tiles():
         tile = _Tile(tiles, inputs)
         weights = tile.weights(lse)
         weighted = tile.weighted(weights, tile.by_key_head(d_o))
         own = weighted.sum(-1) + tile.by_key_head(delta)
         tiles.queries.unpack(tile.by_head(own), delta)
-        tiles.queries.unpack(tile.by_head(tile.d_scores(weights, weighted, own) @ tile.k), d_q)
-    return delta, d_q
+        if d_q is not None:
+            tiles.queries.unpack(tile.by_head(tile.d_scores(weights, weighted, own) @ tile.k), d_q)
+    return delta
 
 
 def _key_gradients(

@@ -44,9 +44,9 @@ class Implementation:
         requires, promises, slower: the rules, by the kind of refusal that they give.
         compile: ``module:function`` of ``compile(schedule, facts, parts)``; builds kernels before the first
             launch and raises :class:`chunkwise.errors.CompileFailure`. ``parts`` holds ``forward``,
-            ``backward`` or both, ``facts.residuals`` the format between them; ahead of any call, None for the
-            op's default.
+            ``backward`` or both, ``facts.residuals`` the format between them, None where no gradient is needed.
         atomic: results may differ in the last bits from run to run.
+        batch_invariant: promised that what else a batch holds changes no bit of a row's results.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Implementation:
     slower: tuple[Rule, ...] = ()
     compile: str | None = None
     atomic: bool = False
+    batch_invariant: bool = False
 
     @property
     def backend(self) -> str:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
+from chunkwise_testing import declared
 from chunkwise_tilelang.toolkit import discover, nvrtc, nvrtc_build
 from chunkwise_tilelang.toolkit.discover import Candidate
 from chunkwise_tilelang.toolkit.nvrtc import Nvrtc
@@ -190,8 +190,7 @@ def test_nvcc_wants_a_cxx_compiler_and_nvrtc_a_c_compiler(monkeypatch: pytest.Mo
 
 
 def test_the_extra_names_what_is_missing() -> None:
-    extras = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert [text.split(">")[0] for text in extras["nvrtc"]] == ["cuda-python", "nvidia-cuda-cccl"]
+    assert list(declared.dependencies(HERE.parent, extra="nvrtc")) == ["cuda-python", "nvidia-cuda-cccl"]
 
 
 COMPILE = """

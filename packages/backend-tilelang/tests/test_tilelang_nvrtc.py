@@ -196,6 +196,8 @@ def test_the_extra_names_what_is_missing() -> None:
 COMPILE = """
 import subprocess, sys
 sys.path.insert(0, {tests!r})
+import cuda_12_6
+cuda_12_6.nvrtc()  # before torch loads its own
 import kernel_samples as samples
 from chunkwise.errors import CompileFailure
 from chunkwise_tilelang.toolkit import compile, discover, nvrtc

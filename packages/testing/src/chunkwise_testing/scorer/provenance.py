@@ -16,7 +16,7 @@ from chunkwise.dispatcher import probes
 from chunkwise.verifier.device import DeviceFacts
 from chunkwise_testing.peers import Peer
 
-PACKAGES = ("torch", "triton", "tilelang", "chunkwise", "chunkwise-triton", "chunkwise-tilelang", "chunkwise-testing")
+PACKAGES = ("triton", "tilelang", "chunkwise", "chunkwise-triton", "chunkwise-tilelang", "chunkwise-testing")
 ABSENT = "not installed"
 
 
@@ -30,6 +30,7 @@ def environment_of(device: DeviceFacts, peers: Iterable[Peer], caches: str) -> d
         "commit": commit(Path(chunkwise.__file__)),
         "caches": caches,
         "python": platform.python_version(),
+        "torch": str(torch.__version__),  # with its build, which the metadata of its wheel leaves out
         "cuda": torch.version.cuda or "none",
     }
     for name in PACKAGES:

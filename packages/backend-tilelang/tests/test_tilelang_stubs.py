@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -76,26 +77,9 @@ def lower(function: Any) -> str:
 
 
 @pytest.fixture(scope="module", params=DTYPES)
-def source(request: pytest.FixtureRequest) -> str:
+def source(request: pytest.FixtureRequest, samples: ModuleType) -> str:
     """The CUDA C++ of a matrix product for sm_90a."""
-    import tilelang.language as tl
-
-    dtype = request.param
-
-    @tl.prim_func
-    def product(A: tl.Tensor((256, 256), dtype), B: tl.Tensor((256, 256), dtype), C: tl.Tensor((256, 256), "float32")):
-        with tl.Kernel(2, 2, threads=128) as (x, y):
-            a = tl.alloc_shared((128, 64), dtype)
-            b = tl.alloc_shared((64, 128), dtype)
-            c = tl.alloc_fragment((128, 128), "float32")
-            tl.clear(c)
-            for k in tl.Pipelined(4, num_stages=2):
-                tl.copy(A[y * 128, k * 64], a)
-                tl.copy(B[k * 64, x * 128], b)
-                tl.gemm(a, b, c)
-            tl.copy(c, C[y * 128, x * 128])
-
-    return lower(product)
+    return lower(samples.product(rows=128, dtype=request.param))
 
 
 def test_cuda_12_6_compiles_kernels_behind_the_stub(compile_: Compile, source: str) -> None:

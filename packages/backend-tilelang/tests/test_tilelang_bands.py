@@ -280,6 +280,7 @@ def check(monkeypatch: pytest.MonkeyPatch, device: Device, segment: int, bands: 
 BANDS = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2), (5, 3))
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("late", [False, True], ids=["passes-first", "passes-last"])
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "given"])
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -292,6 +293,7 @@ def test_sequences(
         check(monkeypatch, Device(arithmetic, sequences, chunks, 0, given), 0, bands, late)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "given"])
 @pytest.mark.parametrize("chunks, segment", [(1, 0), (33, 0), (129, 0), (65, 32)])
 def test_states_that_the_forward_kept(
@@ -321,6 +323,7 @@ def test_first_slots_of_kept_states(offsets: tuple[int, ...]) -> None:
     assert launch.first_slots({}, where, v, CHUNK) is launch.first_slots({"states": v}, None, v, CHUNK)  # not read
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("late", [False, True], ids=["passes-first", "passes-last"])
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "given"])
 @pytest.mark.parametrize("chunks, segment", [(1, 1), (33, 1), (65, 32), (96, 32), (200, 64), (225, 96), (200, 40)])

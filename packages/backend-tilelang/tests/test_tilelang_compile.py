@@ -107,6 +107,7 @@ def host(
     return Host(tmp_path, home, processes, put_nvcc)
 
 
+@pytest.mark.compiler
 def test_threads_compile_a_kernel_once(host: Host) -> None:
     script = (
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -119,6 +120,7 @@ def test_threads_compile_a_kernel_once(host: Host) -> None:
     assert host.compilations == 2
 
 
+@pytest.mark.compiler
 def test_processes_compile_a_kernel_once(host: Host) -> None:
     host.toolkit(first="sleep 3")  # so that all of them want it while one builds it
     for process in [host.start(COMPILE) for _ in range(3)]:
@@ -146,6 +148,7 @@ KILLS = {
 }
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_process_killed_half_way_leaves_nothing_behind(host: Host, moment: str) -> None:
     if moment == "in the compiler":
@@ -161,6 +164,7 @@ def test_a_process_killed_half_way_leaves_nothing_behind(host: Host, moment: str
     assert len(host.published()) == 1
 
 
+@pytest.mark.compiler
 def test_a_damaged_entry_is_built_again(host: Host) -> None:
     host.run(COMPILE)
     (library,) = host.published()
@@ -171,6 +175,7 @@ def test_a_damaged_entry_is_built_again(host: Host) -> None:
     assert abs(library.stat().st_size - whole) < whole // 10
 
 
+@pytest.mark.compiler
 def test_each_toolkit_has_entries_of_its_own(host: Host) -> None:
     for release, compilations in (("13.0", 1), ("13.1", 2), ("13.0", 2)):
         host.toolkit(release)
@@ -200,6 +205,7 @@ def test_what_tells_one_nvcc_from_another(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(text.startswith("13_0_") and text.replace("_", "").isalnum() for text in told)
 
 
+@pytest.mark.compiler
 def test_several_kernels_are_built_side_by_side(host: Host) -> None:
     """Two compilations that each wait for the other to begin end only if they overlap."""
     host.toolkit(first=f'for i in $(seq 600); do [ "$(wc -l < {host.log})" -ge 2 ] && break; sleep 0.1; done')
@@ -214,6 +220,7 @@ def test_several_kernels_are_built_side_by_side(host: Host) -> None:
     assert host.compilations == 2
 
 
+@pytest.mark.compiler
 def test_what_is_a_refusal(host: Host) -> None:
     """What the compiler says, without the source; a fault in a builder is none and raises as it is."""
     host.toolkit(first="echo 'kernel.cu(7): error: no such thing'; exit 2")

@@ -223,6 +223,7 @@ except CompileFailure as error:
 """
 
 
+@pytest.mark.compiler
 def test_kernels_compile_with_no_nvcc(tmp_path: Path) -> None:
     """12.6 for library and headers, with fp8 or without, where CUDA_HOME points nowhere and gcc alone is there."""
     environment = {**os.environ, "CUDA_HOME": str(tmp_path / "nowhere"), "TILELANG_CACHE_DIR": str(tmp_path / "cache")}

@@ -41,6 +41,7 @@ def compiled(function: object, arch: str = "sm_90a") -> Compiled:
     return one
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_a_kernel_with_nothing_wrong(samples: ModuleType, arch: str, dtype: str) -> None:
@@ -55,6 +56,7 @@ def test_a_kernel_with_nothing_wrong(samples: ModuleType, arch: str, dtype: str)
     assert kernel.barriers >= 1
 
 
+@pytest.mark.compiler
 def test_spills(samples: ModuleType) -> None:
     kernel = compiled(samples.spilling(width=320))
     assert kernel.registers == 255
@@ -64,6 +66,7 @@ def test_spills(samples: ModuleType) -> None:
     assert kernel.problems(kernel.shared_memory_bytes, spill_bytes=kernel.spill_bytes) == []
 
 
+@pytest.mark.compiler
 def test_notes_on_asynchronous_products(samples: ModuleType) -> None:
     assert compiled(samples.chained(early=False)).notes == ()
     kernel = compiled(samples.chained(early=True))
@@ -71,6 +74,7 @@ def test_notes_on_asynchronous_products(samples: ModuleType) -> None:
     assert problem.startswith("chained_kernel_kernel: (C75")
 
 
+@pytest.mark.compiler
 def test_a_barrier_between_producer_and_consumer(samples: ModuleType) -> None:
     good = compiled(samples.producer(siblings=False))
     assert good.source.count("__syncthreads()") == 1  # after the barriers are made, before threads part
@@ -80,6 +84,7 @@ def test_a_barrier_between_producer_and_consumer(samples: ModuleType) -> None:
     assert problem.endswith("a barrier of all threads where they have parted: __syncthreads();")
 
 
+@pytest.mark.compiler
 def test_a_data_race(samples: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     compiled(samples.racing(apart=True))
     assert RACE not in capfd.readouterr().err
@@ -129,6 +134,7 @@ def test_where_a_tile_takes_anothers_place(case: str) -> None:
     assert [text.startswith(wanted) for text in found] == ([True] if wanted else [])
 
 
+@pytest.mark.compiler
 def test_a_tile_in_another_ones_place(samples: ModuleType) -> None:
     kernel = compiled(samples.overlaid(barrier=True))
     assert kernel.shared_memory_bytes == 1024  # of two tiles of 1,024
@@ -159,6 +165,7 @@ def prove(chosen: list[Variant], capfd: pytest.CaptureFixture[str]) -> None:
     assert RACE not in said, said
 
 
+@pytest.mark.compiler
 def test_the_table(capfd: pytest.CaptureFixture[str]) -> None:
     """A set that covers the kernels of the table, small enough for a machine of two cores."""
     chosen = variants()
@@ -167,6 +174,7 @@ def test_the_table(capfd: pytest.CaptureFixture[str]) -> None:
     prove(chosen, capfd)
 
 
+@pytest.mark.compiler
 @pytest.mark.gpu
 def test_the_whole_table(capfd: pytest.CaptureFixture[str]) -> None:
     """Every kernel; on a GPU host for its cores, not for its GPU."""

@@ -78,6 +78,7 @@ def imported(said: str) -> list[bool]:
     return found
 
 
+@pytest.mark.compiler
 def test_found_without_tilelang(machine: Machine) -> None:
     assert imported(machine.run()) == [True]
     assert (machine.compilations, len(machine.notes())) == (1, 1)
@@ -87,6 +88,7 @@ def test_found_without_tilelang(machine: Machine) -> None:
     assert imported(machine.run(TILELANG_DISABLE_CACHE="1")) == [True]
 
 
+@pytest.mark.compiler
 def test_what_has_changed_is_not_found(machine: Machine) -> None:
     machine.run()
     (note,) = machine.notes()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from chunkwise.autograd.residuals import ENTRY_CHUNKS
 
+pytestmark = pytest.mark.compiler
+
 CHUNK = 64
 Places = Callable[[tuple[int, ...] | None, int, int, int], tuple[Tensor, Tensor, Tensor]]
 OFFSETS = [

@@ -85,6 +85,26 @@ def test_gpu_tests_are_deselected_and_counted(one_line):
     assert all(cell["over_budget"] <= 1.0 for cell in cells if cell["case"] == "one-token" and cell["device"] == "cpu")
 
 
+def test_tests_that_compile_are_deselected_and_counted(pytester, monkeypatch):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.compiler
+        def test_builds():
+            pass
+
+        def test_builds_nothing():
+            pass
+        """
+    )
+    run(pytester).assert_outcomes(passed=2)
+    monkeypatch.setenv("PATH", str(pytester.path))
+    result = run(pytester)
+    result.assert_outcomes(passed=1, deselected=1)
+    result.stdout.fnmatch_lines(["*chunkwise: 1 tests deselected: needs a C++ compiler"])
+
+
 def test_backend_option_chooses(one_line):
     text = collect(one_line, "--backend=triton")
     assert "::Test" not in text

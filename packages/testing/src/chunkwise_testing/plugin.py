@@ -7,7 +7,8 @@ Under ``TRITON_INTERPRET=1`` a file that asks for the suite has Triton's interpr
 and fp32 rounded as on a GPU.
 
 Tests that need a GPU carry the marker ``gpu``; without one they are deselected and counted at the end, never skipped.
-Those that need most of its memory also carry ``alone``: while one runs, tests of other processes wait.
+Those that need most of its memory also carry ``alone``: while one runs, tests of other processes wait. Tests that build
+a kernel's host code carry ``compiler``, and are counted likewise where there is no C++ compiler.
 Nothing here imports torch before a test file asks for the suite.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ VARIABLE = "chunkwise_backend"
 CELL_PROPERTY = "chunkwise_cell"
 NEEDS = {
     "gpu": "needs a GPU",
+    "compiler": "needs a C++ compiler",
     "interpreter": "needs TRITON_INTERPRET=1",
     "cpu": "does not run under TRITON_INTERPRET=1",
 }
@@ -51,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and prepare the report."""
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; deselected on a machine without one")
     config.addinivalue_line("markers", "alone: needs most of a GPU's memory; tests of other processes wait meanwhile")
+    config.addinivalue_line("markers", "compiler: builds host code; deselected on a machine without a C++ compiler")
     config.addinivalue_line("markers", "interpreter: needs TRITON_INTERPRET=1; deselected without it")
     config.stash[_CELLS] = []
     config.stash[_LEFT_OUT] = Counter()
@@ -99,6 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _lacking(item: pytest.Item) -> str | None:
     if item.get_closest_marker("gpu") and not _has_gpu():
         return NEEDS["gpu"]
+    if item.get_closest_marker("compiler") and not _has_compiler():
+        return NEEDS["compiler"]
     interpreting = _interpreting()
     if item.get_closest_marker("interpreter") and not interpreting:
         return NEEDS["interpreter"]
@@ -151,6 +157,10 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _has_compiler() -> bool:
+    return any(map(shutil.which, ("g++", "clang++", "c++")))
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:

@@ -98,8 +98,11 @@ def test_tests_that_compile_are_deselected_and_counted(pytester, monkeypatch):
             pass
         """
     )
-    run(pytester).assert_outcomes(passed=2)
     monkeypatch.setenv("PATH", str(pytester.path))
+    compiler = pytester.path / "c++"
+    compiler.touch(mode=0o755)
+    run(pytester).assert_outcomes(passed=2)
+    compiler.unlink()
     result = run(pytester)
     result.assert_outcomes(passed=1, deselected=1)
     result.stdout.fnmatch_lines(["*chunkwise: 1 tests deselected: needs a C++ compiler"])
